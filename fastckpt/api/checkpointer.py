@@ -75,12 +75,12 @@ class Checkpointer:
     """Saves and restores the steps of a training run, in the background and on any parallelism.
 
     Every rank of the group creates a Checkpointer with the same root and calls the same methods in
-    the same order. If root, codec, keep_last, keep_every, keep_best or the kind of `local` differs
-    between ranks, all raise PeerFailed within seconds; the message names both values. Each rank
-    writes its part of a step to its own files; tensors that several ranks hold are divided among
-    these ranks. A step is committed when its manifest, the last file, exists. Every byte is
-    verified when it is read. Saves commit in the order of their calls; if `local` is set, this
-    order applies in the tier.
+    the same order. If root, codec, keep_last, keep_every, keep_best, keep_parts or the kind of
+    `local` differs between ranks, all raise PeerFailed within seconds; the message names both
+    values. Each rank writes its part of a step to its own files; tensors that several ranks hold
+    are divided among these ranks. A step is committed when its manifest, the last file, exists.
+    Every byte is verified when it is read. Saves commit in the order of their calls; if `local` is
+    set, this order applies in the tier.
 
     A state is a nest of dicts, lists and tuples of
     - tensors, which must be equal on all ranks (samples of their contents are compared);
@@ -117,6 +117,12 @@ class Checkpointer:
             the three steps with the lowest val_loss among the metrics of save(), "max" those with
             the highest. Of equal steps the first ones are kept. A step whose metric is missing,
             infinite or not a number does not count among the best.
+        keep_parts: if keep_last is set, maps top-level keys of the state to numbers of steps, such
+            as {"model": 10}. Of the steps that are not kept for another reason, the 10 newest are
+            thinned: the values under "model" stay, and the files of all others are removed.
+            Therefore each of these keys has files of its own in every step. The small values of
+            all keys are in one file, which stays; those under other keys can no longer be read.
+            Pinned steps are not thinned.
         local: a directory on storage of each node, such as NVMe, in which a step is committed
             first, so that a process that fails after handle.wait_local() loses nothing. The step is
             then drained to the root in the background; result() returns when it is committed there.
@@ -170,6 +176,7 @@ class Checkpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | None = None,
+        keep_parts: Mapping[str, int] | None = None,
         local: Local | None = None,
         codec: Codec | None = None,
         check_finite: bool = False,
@@ -183,7 +190,9 @@ class Checkpointer:
         self.root = as_url(self._root)
         self.group = default_group() if group is None else group
         with ExitStack() as opened:  # if anything below fails, the other ranks hear why
-            terms = common_terms(self.root, codec, keep_last, keep_every, keep_best, local)
+            terms = common_terms(
+                self.root, codec, keep_last, keep_every, keep_best, keep_parts, local
+            )
             self._coordinator = Coordinator.of_group(self.group, "steps", terms)
             opened.push(self._coordinator.give_up)
             check_flag("log", log)
@@ -195,6 +204,7 @@ class Checkpointer:
                 keep_last=keep_last,
                 keep_every=keep_every,
                 keep_best=keep_best,
+                keep_parts=keep_parts,
                 local=local,
                 check_finite=check_finite,
             )
@@ -296,6 +306,7 @@ class Checkpointer:
                     options,
                     deadline_s,
                 )
+            options.check_parts(state)
             content = captured(
                 self._saved_form(state),
                 self._coordinator.rank,

@@ -63,6 +63,7 @@ def _rows(steps: StepStore, *, is_local: bool) -> Iterator[dict[str, Any]]:
             "ranks": manifest.world_size,
             "bases": sorted(numbers[base] for base in manifest.bases if base in numbers),
             "metrics": manifest.metrics,
+            "kept": manifest.kept,
             "pinned": is_pinned(steps, name),
         }
     for fault in faults:
@@ -80,17 +81,14 @@ def _row(steps: StepStore, name: str, is_local: bool) -> dict[str, Any]:
 
 
 def _nbytes(manifest: Manifest) -> int:
-    return manifest.objects.nbytes + sum(its.nbytes + its.index_nbytes for its in manifest.writers)
+    return sum(manifest.sizes.values())
 
 
 def _wrong(steps: StepStore, name: str, manifest: Manifest, is_local: bool) -> str:
     """Returns a description of the first missing file of a step, or the first with a wrong size; or
     "".
     """
-    sizes = {manifest.objects.file: manifest.objects.nbytes}
-    for writer in manifest.writers:
-        sizes |= {writer.file: writer.nbytes, writer.index: writer.index_nbytes}
-    for file, nbytes in sizes.items():
+    for file, nbytes in manifest.sizes.items():
         try:
             status = steps.storage.status(steps.path(name, file))
         except OSError as error:
@@ -114,6 +112,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
             facts.append(f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}")
             facts += [f"difference from step {base}" for base in row["bases"]]
             facts += [_metric(*each) for each in row["metrics"].items()]
+            facts += [f"thinned to {', '.join(row['kept'])}"] if row["kept"] is not None else []
             facts += ["pinned"] * row["pinned"]
         print("  ".join([*facts, state]))
 

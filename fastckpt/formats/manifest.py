@@ -11,8 +11,8 @@ import hashlib
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
 from math import isfinite
@@ -33,6 +33,7 @@ from fastckpt.plan.boxes import span
 
 FORMAT, VERSION = "fastckpt-step", 2
 DELTA_VERSION = 3  # of the manifest of a step that has files with differences
+PARTS_VERSION = 4  # of the manifest of a step that has files for parts of the state
 MANIFEST, OBJECTS = "manifest.json", "objects.pt"
 MANIFEST_BYTES_MAX = 1 << 28
 WRITER_BYTES_MAX = 1024
@@ -47,6 +48,9 @@ _CREATED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,6})?(Z|\+00:00)"
 # The digest covers all bytes before this.
 _CLOSING = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 _CLOSING_BYTES = 78
+# Keys of the state that may have files of their own, whose names contain the key.
+PART = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
+_VERSIONS = (VERSION, DELTA_VERSION, PARTS_VERSION)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Writer:
             KEYS_MAX.
         base: the nonce of the step from which its file is a difference; None if the file holds the
             pieces themselves.
+        part: the key of the state under which all pieces of its file are; None if the file holds
+            pieces of any key that has no file of its own.
     """
 
     rank: int
@@ -74,9 +80,10 @@ class Writer:
     span: tuple[float, float]
     keys: tuple[int, ...] | None
     base: str | None = None
+    part: str | None = None
 
     @classmethod
-    def of(cls, index: ShardIndex, name: str, content: bytes) -> Writer:
+    def of(cls, index: ShardIndex, name: str, content: bytes, part: str | None = None) -> Writer:
         """Returns the record for an index, given the name and content of the index's file."""
         spans = [span(piece.box, piece.shape) for piece in index.pieces if piece.box.numel]
         lows, highs = zip(*spans, strict=True) if spans else ((0.0,), (0.0,))
@@ -91,6 +98,7 @@ class Writer:
             span=(min(lows), max(highs)),
             keys=keys if len(keys) <= KEYS_MAX else None,
             base=None if index.delta is None else index.delta.base,
+            part=part,
         )
 
     def to_bytes(self) -> bytes:
@@ -148,9 +156,8 @@ class Writer:
             packed = struct.pack(f"<{len(self.keys)}I", *self.keys)
             keys = base64.b64encode(packed).decode()
         written = vars(self) | {"span": [*self.span], "keys": keys}
-        if self.base is None:
-            del written["base"]
-        return written
+        absent = [name for name in _OPTIONAL if written[name] is None]
+        return {name: value for name, value in written.items() if name not in absent}
 
     @classmethod
     def _of_written(cls, written: Any) -> Writer:
@@ -179,6 +186,8 @@ class Manifest:
         objects: the file of all values that are not in shards.
         writers: the writers by ascending rank, without ranks that stored nothing.
         metrics: the metrics passed to save(), by name: finite numbers or texts.
+        kept: the keys of the state that a thinned step still has, ascending; None if the step is
+            whole.
     """
 
     step: int
@@ -189,6 +198,35 @@ class Manifest:
     objects: ObjectsFile
     writers: tuple[Writer, ...]
     metrics: Mapping[str, float | str] = field(default_factory=dict, hash=False)
+    kept: tuple[str, ...] | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each file of the step, except the manifest."""
+        sizes = {self.objects.file: self.objects.nbytes}
+        for writer in self.writers:
+            sizes |= {writer.index: writer.index_nbytes, writer.file: writer.nbytes}
+        return sizes
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The keys of the state that have files of their own."""
+        return frozenset(writer.part for writer in self.writers if writer.part is not None)
+
+    def superfluous(self, names: Collection[str]) -> list[str]:
+        """Returns those of the names in the step's directory that are shards or indexes, but not of
+        this step.
+        """
+        return [name for name in names if name.startswith("rank-") and name not in self.sizes]
+
+    def writers_of(self, rank: int) -> list[Writer]:
+        """Returns the records of the files that a rank wrote."""
+        return [writer for writer in self.writers if writer.rank == rank]
+
+    def thinned(self, parts: Collection[str]) -> Manifest:
+        """Returns the manifest of this step without the files of all other keys of the state."""
+        writers = tuple(writer for writer in self.writers if writer.part in parts)
+        return replace(self, writers=writers, kept=tuple(sorted(parts)))
 
     @property
     def bases(self) -> frozenset[str]:
@@ -200,7 +238,7 @@ class Manifest:
         objects = self.objects._asdict() | {"crc32": crc_digits(self.objects.crc32)}
         written = {
             "format": FORMAT,
-            "version": DELTA_VERSION if self.bases else VERSION,
+            "version": self._version,
             "step": self.step,
             "nonce": self.nonce,
             "sequence": self.sequence,
@@ -208,8 +246,10 @@ class Manifest:
             "created": self.created,
             "metrics": self.metrics,
             "objects": objects,
-            "writers": [writer._written() for writer in self.writers],
         }
+        if self.kept is not None:
+            written["kept"] = [*self.kept]
+        written["writers"] = [writer._written() for writer in self.writers]
         content = lines(written)
         digest = hashlib.sha256(content).hexdigest()
         validate(written | {"sha256": digest})
@@ -219,6 +259,12 @@ class Manifest:
                 f"a manifest has {len(content)} bytes, must have at most {MANIFEST_BYTES_MAX}"
             )
         return content
+
+    @property
+    def _version(self) -> int:
+        if self.parts or self.kept is not None:
+            return PARTS_VERSION
+        return DELTA_VERSION if self.bases else VERSION
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
@@ -241,7 +287,7 @@ class Manifest:
             )
         try:
             written: Any = decode(content)
-            check_version(written, FORMAT, (VERSION, DELTA_VERSION))
+            check_version(written, FORMAT, _VERSIONS)
             validate(written)
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"the manifest is malformed: {error}") from None
@@ -255,6 +301,7 @@ class Manifest:
             objects=ObjectsFile(objects["file"], objects["nbytes"], int(objects["crc32"], 16)),
             writers=tuple(map(Writer._of_written, written["writers"])),
             metrics=written["metrics"],
+            kept=tuple(written["kept"]) if "kept" in written else None,
         )
 
 
@@ -266,8 +313,9 @@ def validate(manifest: Any) -> None:
         **dict.fromkeys(("metrics", "objects"), dict),
         "writers": list,
     }
-    check_members(manifest, kinds, "it")
-    if manifest["format"] != FORMAT or manifest["version"] not in (VERSION, DELTA_VERSION):
+    is_thinned = isinstance(manifest, dict) and "kept" in manifest
+    check_members(manifest, kinds | ({"kept": list} if is_thinned else {}), "it")
+    if manifest["format"] != FORMAT or manifest["version"] not in _VERSIONS:
         raise ValueError(f"it is a {shown(manifest['format'])} of version {manifest['version']}")
     validate_metrics(manifest["metrics"])
     if manifest["sequence"] > SEQUENCE_MAX:
@@ -279,18 +327,25 @@ def validate(manifest: Any) -> None:
     check_file_name(objects["file"])
     if _CRC.fullmatch(objects["crc32"]) is None:
         raise ValueError(f"crc32 of objects is {shown(objects['crc32'])}, must be 8 hex digits")
-    names, rank = {MANIFEST, objects["file"]}, -1
+    names, last = {MANIFEST, objects["file"]}, (-1, "")
     for writer in manifest["writers"]:
         _validate_writer(writer)
-        if not rank < writer["rank"] < manifest["world_size"]:
+        this = writer["rank"], writer.get("part", "")
+        if not last < this < (manifest["world_size"],):
             raise ValueError(f"rank {writer['rank']} must be ascending and below the world size")
-        rank = writer["rank"]
+        last = this
         names |= {writer["file"], writer["index"]}
     if len(names) != 2 + 2 * len(manifest["writers"]):
         raise ValueError("a file is named twice")
     has_base = any("base" in writer for writer in manifest["writers"])
-    if has_base != (manifest["version"] == DELTA_VERSION):
-        raise ValueError(f"version {manifest['version']} does not fit to its writers' bases")
+    has_parts = is_thinned or any("part" in writer for writer in manifest["writers"])
+    fitting = PARTS_VERSION if has_parts else DELTA_VERSION if has_base else VERSION
+    if manifest["version"] != fitting or (has_base and has_parts):
+        raise ValueError(
+            f"version {manifest['version']} does not fit to its writers' bases and parts"
+        )
+    if is_thinned:
+        _validate_kept(manifest)
 
 
 def validate_metrics(metrics: Mapping[str, object]) -> None:
@@ -310,6 +365,17 @@ def validate_metrics(metrics: Mapping[str, object]) -> None:
         check_texts(texts)
 
 
+def _validate_kept(manifest: dict[str, Any]) -> None:
+    """Raises ValueError unless every file of a thinned step belongs to a key that is kept."""
+    kept = manifest["kept"]
+    if not all(type(key) is str for key in kept) or sorted({*kept}) != kept:
+        raise ValueError(f"kept is {shown(kept)}, must be ascending texts")
+    check_texts(kept)
+    if not {writer.get("part") for writer in manifest["writers"]} <= {*kept}:
+        raise ValueError(f"kept is {shown(kept)}, but a writer has a file for another part")
+
+
+_OPTIONAL = ("base", "part")
 _WRITER_KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("rank", "nbytes", "index_nbytes"), int),
     **dict.fromkeys(("file", "index", "index_sha256"), str),
@@ -320,10 +386,12 @@ _WRITER_KINDS: dict[str, type | tuple[type, ...]] = {
 
 def _validate_writer(writer: Any) -> None:
     """Raises ValueError unless this is a writer's record, either separate or in a manifest."""
-    has_base = isinstance(writer, dict) and "base" in writer
-    check_members(writer, _WRITER_KINDS | ({"base": str} if has_base else {}), "a writer")
-    if has_base:
+    extra = [name for name in _OPTIONAL if isinstance(writer, dict) and name in writer]
+    check_members(writer, _WRITER_KINDS | dict.fromkeys(extra, str), "a writer")
+    if "base" in writer:
         check_nonce(writer["base"])
+    if "part" in writer and PART.fullmatch(writer["part"]) is None:
+        raise ValueError(f"part is {shown(writer['part'])}, must match {PART.pattern}")
     check_file_name(writer["file"])
     check_file_name(writer["index"])
     if writer["index_nbytes"] > INDEX_BYTES_MAX:

@@ -387,12 +387,16 @@ def lines(written: dict[str, Any]) -> bytes:
     return f"{opening}{rows}\n]".encode()
 
 
-def shard_name(rank: int, codec: str | None) -> str:
-    return f"rank-{rank:05d}.safetensors{_SUFFIXES[codec]}"
+def shard_name(rank: int, codec: str | None, part: str | None = None) -> str:
+    return f"{_of_rank(rank, part)}.safetensors{_SUFFIXES[codec]}"
 
 
-def index_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
+def index_name(rank: int, part: str | None = None) -> str:
+    return f"{_of_rank(rank, part)}.json"
+
+
+def _of_rank(rank: int, part: str | None) -> str:
+    return f"rank-{rank:05d}" + (f"-{part}" if part else "")
 
 
 def entry_name(key: str, shape: Sequence[int], box: Box) -> str:

@@ -18,7 +18,8 @@ NAME = re.compile(r"step-(\d{8,15})(?:-([0-9a-f]{1,32}))?\Z", re.ASCII)
 ATTEMPT_BYTES = 6  # of the random number, in hexadecimal digits, that a name may end with
 # The files that a save puts into a step's directory: a removal takes no others out of it.
 OURS = re.compile(
-    r"\.?(rank-\d{5,}\.(json|safetensors(\.(zst|planes))?)|objects\.pt|manifest\.json)(\..+\.tmp)?|"
+    r"\.?(rank-\d{5,}(-[\w.-]+)?\.(json|safetensors(\.(zst|planes))?)|objects\.pt|manifest\.json)"
+    r"(\..+\.tmp)?|"
     r"drained|replicated|pinned",
     re.ASCII,
 )

@@ -25,6 +25,7 @@ from fastckpt.formats.hugging_face import INDEX_SUFFIX
 from fastckpt.formats.manifest import MANIFEST, OBJECTS, Manifest, Writer
 from fastckpt.formats.step_names import NAME, OURS
 from fastckpt.formats.strict_json import KINDS_MAX
+from fastckpt.formats.value_names import keys_of
 from fastckpt.lazy.extents import Described
 from fastckpt.lazy.kind import OF_ANOTHER, Debris, Kind, NotCommitted, Part, Place, refused
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
@@ -79,11 +80,18 @@ class StepSource:
             "ranks": manifest.world_size,
             "files": 1 + len(manifest.writers),
         }
+        if manifest.kept is not None:
+            self.facts["thinned to"] = ", ".join(manifest.kept)
         parts = _Parts(path, self._reader)
         with ExitStack() as failing:
             failing.callback(self._files.close)
             body = self._files.enter_context(copies.body(manifest))
             objects = zip_of_ours(body, is_of_step=True)
+            if manifest.kept is not None:
+                left = frozenset(manifest.kept)
+                tensors = objects.tensors.items()
+                there = {name: view for name, view in tensors if keys_of(name)[0] in left}
+                objects = objects._replace(tensors=there)
             self._objects = objects.source(self.kind, kept=kept)
             self.rest = objects.rest
             parts.check(objects.tensors)
@@ -380,8 +388,9 @@ def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
                 damage.append(str(error))
             except StorageError as error:
                 unread = error
-        if damage or unread is not None:  # without locks, as in a bucket, a save may remove it
-            steps.read(name)
+        # Without locks, as in a bucket, a save may have removed it or thinned it.
+        if (damage or unread is not None) and steps.read(name) != manifest:
+            return _verify(place, steps, name, is_local)
         if damage:
             raise CorruptCheckpoint("; ".join(damage))
         if unread is not None:

@@ -12,13 +12,13 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 from fastckpt.errors import CheckpointError, StorageError, Vanished, mark_visible
-from fastckpt.formats.manifest import MANIFEST, Manifest
+from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
 from fastckpt.formats.step_names import ATTEMPT_BYTES, NAME, OURS, PINNED, step_name
 from fastckpt.saving.lease import LASTS_S, Lease
 from fastckpt.steps.store import (
@@ -200,6 +200,31 @@ class BucketSteps(StepStore):
             self.forget(name)
         return True
 
+    def thin(self, name: str, nonce: str, parts: Collection[str]) -> bool:
+        path, objects = self.path(name, MANIFEST), self.objects
+        try:
+            content, version = objects.get(path, MANIFEST_BYTES_MAX)
+            manifest = Manifest.from_bytes(content)
+            if manifest.nonce != nonce or PINNED in self._entries(name):
+                return False
+            thinned = manifest.thinned(parts)
+            # The condition fails if another job has removed the step in the meantime.
+            version = objects.put_over(path, thinned.to_bytes(), version)
+            entries = self._entries(name)
+            if PINNED in entries:  # pin() has seen the whole step
+                objects.put_over(path, content, version)
+                return False
+        except (OSError, CheckpointError) as error:
+            if isinstance(error, StorageError):
+                raise
+            return False
+        finally:
+            self._manifests.pop(name, None)
+        self._thinned[nonce] = frozenset(parts)
+        with suppress(OSError):  # what stays is left to the next job
+            self._remove(name, thinned.superfluous(entries))
+        return True
+
 
 class BucketDraft(Draft):
     """The prefix under which a rank puts its objects."""
@@ -251,12 +276,10 @@ class BucketDraft(Draft):
         and removed the attempt. The step is in doubt if the objects cannot be listed or the
         manifest cannot be removed.
         """
-        named = {manifest.objects.file, *(writer.file for writer in manifest.writers)}
-        named |= {writer.index for writer in manifest.writers}
         path = self.path(MANIFEST)
         try:
             with reported("list", self.path()):
-                if named <= {*self.steps._entries(self.name)}:
+                if manifest.sizes.keys() <= {*self.steps._entries(self.name)}:
                     return
             with reported("remove", path), suppress(FileNotFoundError):  # it is gone
                 self._storage.remove(path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -48,6 +49,8 @@ from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.root import store_at
 from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.file_system import Storage
+
+log = logging.getLogger("fastckpt")
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
 # If a part of a tensor consists of more than _RUNS_MAX runs of fewer than _RUN_ITEMS_MIN items, it
@@ -158,7 +161,7 @@ class StepReader:
         self.path = path
         self.manifest = manifest
         self.copies = copies
-        self._indexes: dict[int, ShardIndex] = {}
+        self._indexes: dict[str, ShardIndex] = {}  # by the name of the index
         self.nbytes_read = 0
 
     def _path(self, file: str) -> str:
@@ -208,7 +211,10 @@ class StepReader:
             what = repr(self._path(self.manifest.objects.file))
             nest = file.read_by(lambda file: partial_objects.loaded(file, weights_only, what))
             self.nbytes_read += file.nbytes
-            return nest
+            kept = self.manifest.kept
+            if kept is None or type(nest) is not dict:
+                return nest
+            return {key: value for key, value in nest.items() if key in kept}
 
     def values(self, rank: int, weights_only: bool) -> Any:
         """Returns the entire state: the nest, with all tensors on the CPU, and one rank's own
@@ -219,8 +225,10 @@ class StepReader:
             pickle.UnpicklingError: a value was replaced by a note.
         """
         own_values = self.own_values(rank, 1, weights_only)
-        own = own_values.own
+        own, kept = own_values.own, self.manifest.kept
         objects = self.objects(weights_only)
+        if kept is not None and rank == 0:
+            log.warning("%r was thinned to %s", self.path, listed(map(repr, kept)))
         left_out = [*partial_objects.notes_in(objects, None)]
         for name, value in (own or {}).items():
             left_out += partial_objects.notes_in(value, name)
@@ -264,8 +272,8 @@ class StepReader:
         """
         if rank >= self.manifest.world_size:
             return None
-        writer = next((each for each in self.manifest.writers if each.rank == rank), None)
-        index = None if writer is None else self._index(writer)
+        indexes = map(self._index, self.manifest.writers_of(rank))
+        index = next((each for each in indexes if each.per_rank is not None), None)
         if index is None or index.per_rank is None:
             return {}
         what = f"the values of rank {rank} in {self._path(index.file)!r}"
@@ -446,10 +454,10 @@ class StepReader:
                 yield self._index(writer)
 
     def _index(self, writer: Writer) -> ShardIndex:
-        if writer.rank not in self._indexes:
+        if writer.index not in self._indexes:
             read = partial(self.copies.index, writer, self.manifest.nonce)
-            self._indexes[writer.rank] = self.copies.whole(writer.index, read)[0]
-        return self._indexes[writer.rank]
+            self._indexes[writer.index] = self.copies.whole(writer.index, read)[0]
+        return self._indexes[writer.index]
 
     def _read_file(
         self,

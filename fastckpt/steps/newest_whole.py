@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from fastckpt.arguments.names import listed
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -177,13 +178,13 @@ class _StepTrial(Trial[tuple[int, T]]):
         return manifest.step, self._read(StepReader(staging, self.path, manifest, copies, base))
 
     def _is_gone(self) -> bool:
-        """Returns whether the step was removed or replaced. On file systems where hosts do not see
-        each other's locks, a removal during the read looks like damage.
+        """Returns whether the step was removed, replaced or thinned. On file systems where hosts do
+        not see each other's locks, a removal during the read looks like damage.
         """
         if self._manifest is None:
             return not self._steps.may_be_committed(self._name)
         try:
-            return self._steps.read(self._name).nonce != self._manifest.nonce
+            return self._steps.read(self._name) != self._manifest
         except Vanished:
             return True
         except CheckpointError:
@@ -210,10 +211,21 @@ class _StepTrial(Trial[tuple[int, T]]):
             verdicts.unread.add(self._name if manifest is None else manifest.nonce)
         if isinstance(error, StorageError):
             raise _may_be_whole(error) from error
-        if isinstance(error, IncompatibleCheckpoint) and damaged:
-            raise IncompatibleCheckpoint(
-                f"{error}; a newer step is damaged: {damaged[-1]}"
-            ) from None
+        notes = [f"a newer step is damaged: {damaged[-1]}"] if damaged else []
+        if manifest is not None and manifest.kept is not None:
+            notes.append(self._thinned(manifest.kept))
+        if isinstance(error, IncompatibleCheckpoint) and notes:
+            raise IncompatibleCheckpoint("; ".join([str(error), *notes])) from None
+
+    def _thinned(self, kept: Sequence[str]) -> str:
+        """Describes a step that keep_parts has thinned, and names the newest step that is whole."""
+        whole = [each for each in readable(self._steps) if each.manifest.kept is None]
+        newest = f"step {whole[0].manifest.step}" if whole else "none"
+        return (
+            f"of this step only {listed(map(repr, kept))} was kept (see keep_parts), the newest "
+            f"whole step is {newest}: restore that one, or pass only={kept[0] + '/*'!r} or "
+            'missing="keep"'
+        )
 
 
 class _ApartTrial(Trial[Any]):

@@ -5,6 +5,7 @@ tier.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,7 +22,9 @@ from fastckpt.arguments.checks import (
     shown,
 )
 from fastckpt.arguments.environment import Memory
+from fastckpt.arguments.names import listed
 from fastckpt.arguments.options import WriteOptions
+from fastckpt.formats.manifest import PART
 from fastckpt.steps.snapshot import Snapshot
 
 Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int] | Memory
@@ -40,6 +43,7 @@ class StepOptions(WriteOptions):
     keep_last: int | None = None
     keep_every: int | None = None
     keep_best: KeepBest | None = None
+    keep_parts: Mapping[str, int] | None = None
     local: Local | None = None
     check_finite: bool = False
     snapshot: Snapshot | None = None
@@ -52,8 +56,9 @@ class StepOptions(WriteOptions):
             check_count("keep_last", self.keep_last, ", or None to keep all")
         optional(check_count, "keep_every", self.keep_every)
         optional(check_keep_best, "keep_best", self.keep_best)
+        optional(_check_keep_parts, "keep_parts", self.keep_parts)
         _ = self.tier
-        for name in ("keep_every", "keep_best"):
+        for name in ("keep_every", "keep_best", "keep_parts"):
             if getattr(self, name) is not None and self.keep_last is None:
                 raise ValueError(
                     f"{name} has no effect without keep_last, since all steps are kept"
@@ -71,6 +76,28 @@ class StepOptions(WriteOptions):
         """
         return optional(_check_local, "local", self.local)
 
+    @property
+    def parts(self) -> list[str]:
+        """The keys of the state that have files of their own, the one that is kept for most steps
+        first.
+        """
+        counts = self.keep_parts or {}
+        return sorted(counts, key=lambda part: (-counts[part], part))
+
+    def check_parts(self, state: object) -> None:
+        """Raises ValueError unless the state is a dict with every key of keep_parts."""
+        keys = [*state] if isinstance(state, dict) else []
+        if missing := [part for part in self.parts if part not in keys]:
+            raise ValueError(
+                f"keep_parts names {missing[0]!r}, but the state has "
+                + (f"the keys {listed(map(repr, keys))}" if keys else "no keys")
+            )
+
+    @property
+    def longest_kept(self) -> str | None:
+        """The key whose file also has the values of single ranks; None for the rest's file."""
+        return next(iter(self.parts), None)
+
 
 def common_terms(
     root: str,
@@ -78,6 +105,7 @@ def common_terms(
     keep_last: object,
     keep_every: object,
     keep_best: object,
+    keep_parts: object,
     local: object,
 ) -> dict[str, str]:
     """Returns, as texts, the arguments of a Checkpointer that must be the same on all ranks. The
@@ -91,7 +119,31 @@ def common_terms(
     named = {"codec": codec, "keep_last": keep_last, "keep_every": keep_every}
     texts = {name: shown(value) for name, value in named.items()}
     best = list(keep_best) if isinstance(keep_best, tuple) else keep_best
-    return {"root": repr(root), **texts, "keep_best": shown(best), "local": tier}
+    parts = sorted(keep_parts.items()) if isinstance(keep_parts, dict) else keep_parts
+    return {
+        "root": repr(root),
+        **texts,
+        "keep_best": shown(best),
+        "keep_parts": shown(parts),
+        "local": tier,
+    }
+
+
+def _check_keep_parts(name: str, value: object) -> Mapping[str, int]:
+    """Checks `keep_parts`, which maps keys of the state to numbers of steps."""
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(
+            f"{name} is {shown(value)}, must be a dict of keys of the state and numbers of steps, "
+            'such as {"model": 10}'
+        )
+    for part, count in value.items():
+        check_count(f"{name}[{part!r}]", count)
+        if not isinstance(part, str) or PART.fullmatch(part) is None:
+            raise ValueError(
+                f"{name} has the key {part!r}, which becomes part of a file's name and must "
+                f"match {PART.pattern}"
+            )
+    return value
 
 
 def _check_local(name: str, value: object) -> tuple[str, int, Memory | None]:

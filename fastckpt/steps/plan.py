@@ -32,6 +32,7 @@ from fastckpt.formats.shard_index import (
     index_name,
     shard_name,
 )
+from fastckpt.formats.value_names import keys_of
 from fastckpt.plan.boxes import Held, plan
 from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRun
 from fastckpt.ranks.per_group import GroupMemo
@@ -279,7 +280,7 @@ class StepPlan(Plan):
         self._options = options
         self._storage = storage
         self._memo = memo
-        self._shard: _ShardOutput | None = None
+        self._shards = list[_ShardOutput]()
         self._objects: _ObjectsOutput | None = None
         self._nonce = ""
         self._pickled = list[bytes | torch.UntypedStorage]()
@@ -287,14 +288,20 @@ class StepPlan(Plan):
     def lay_out(self, pace: Pace) -> list[Output]:
         content, agreement = self._content, self._agreement
         assert content is not None
-        own = Shard(content.leaves, content.per_rank, agreement.rank)
-        names = own.look_at_numbers() if self._options.check_finite else []
-        options = self._options
-        if options.snapshot is not None:
-            is_delta = options.snapshot.begin(own.image, own.pieces())
-            options = replace(options, codec="planes" if is_delta else None)
-        if self.whole or names or options.snapshot is not None:
-            self.way = "host"
+        options, path = self._options, self._handle.path
+        for part, leaves in _divided(content.leaves, options.parts).items():
+            per_rank = content.per_rank if part == options.longest_kept else b""
+            own = Shard(leaves, per_rank, agreement.rank)
+            names = own.look_at_numbers() if options.check_finite else []
+            if options.snapshot is not None:
+                is_delta = options.snapshot.begin(own.image, own.pieces())
+                options = replace(options, codec="planes" if is_delta else None)
+            if self.whole or names:
+                self.way = "host"
+            how = (self._place, options)
+            shard = _ShardOutput(own, part, self._handle, agreement, self._storage, *how)
+            shard.names = names
+            self._shards.append(shard)
         description = content.description
         compared = comparable(content.leaves, agreement.world_size, description.first_rank)
         seed = zlib.crc32(agreement.label.encode())
@@ -304,17 +311,14 @@ class StepPlan(Plan):
         if small:
             description.small = Description([])
             description.small.sample(small, seed)
-        path, how = self._handle.path, (self._place, options)
-        self._shard = _ShardOutput(own, self._handle, agreement, self._storage, *how)
-        self._shard.names = names
         captured, content.objects = content.objects, None
         records = [] if captured is None else captured.records
         self._pickled = [record for name, record in records if name == "data.pkl"]
         if captured is None:
-            return [self._shard]
+            return [*self._shards]
         path = os.path.join(path, OBJECTS)
-        self._objects = _ObjectsOutput(torch_zip.layout(captured), path, *how)
-        return [self._shard, self._objects]
+        self._objects = _ObjectsOutput(torch_zip.layout(captured), path, self._place, options)
+        return [*self._shards, self._objects]
 
     def samples(self) -> list[tuple[int, bytearray]]:
         assert self._content is not None
@@ -323,14 +327,15 @@ class StepPlan(Plan):
     def go_to(self, place: Place) -> None:
         assert isinstance(place, StepPlace)
         self._place = place
-        for output in (self._shard, self._objects):
-            if output is not None:
-                output.place = place
+        for shard in self._shards:
+            shard.place = place
+        if self._objects is not None:
+            self._objects.place = place
 
     def agree(self, pace: Pace, nbytes: int) -> None:
-        assert self._shard is not None
         self._nonce, meets = self._place.agree(pace.meets)
-        self._shard.nonce = self._nonce
+        for shard in self._shards:
+            shard.nonce = self._nonce
         self._handle.path = self._place.step.path()
         if meets:
             pace.meet(nbytes)
@@ -356,14 +361,14 @@ class StepPlan(Plan):
             log.warning("%s", warning)
 
     def record(self) -> bytes:
-        """Returns the manifest's entry for this writer; b"" if this rank writes no file."""
-        assert self._shard is not None
-        return self._shard.record
+        """Returns the manifest's entries for the files of this rank, a line for each."""
+        return b"\n".join(shard.record for shard in self._shards if shard.record)
 
     def publish(self, records: list[bytes]) -> None:
         objects = self._objects
         assert objects is not None
-        writers = tuple(Writer.from_bytes(record) for record in records if record)
+        lines = (line for record in records for line in record.splitlines())
+        writers = tuple(map(Writer.from_bytes, lines))
         sizes = (writer.nbytes + writer.index_nbytes for writer in writers)
         self._handle.stats.stored_nbytes = objects.written.nbytes + sum(sizes)
 
@@ -394,11 +399,23 @@ class StepPlan(Plan):
         content.small.clear()
 
     def release(self) -> None:
-        self._content = self._shard = self._objects = None
+        self._content = self._objects = None
+        self._shards.clear()
+
+
+def _divided(leaves: Sequence[Leaf], parts: Sequence[str]) -> dict[str | None, list[Leaf]]:
+    """Divides tensors by the key of the state they are under; None for keys without a file of
+    their own. In the order of the manifest's entries.
+    """
+    divided: dict[str | None, list[Leaf]] = {None: [], **{part: [] for part in sorted(parts)}}
+    for leaf in leaves:
+        part = keys_of(leaf.key)[0] if parts else None
+        divided[part if part in divided else None].append(leaf)
+    return divided
 
 
 class _ShardOutput(Output):
-    """The file of this rank's shard.
+    """The file of this rank's shard, or of a part of it.
 
     Attributes:
         place: the place that the file is written to.
@@ -409,6 +426,7 @@ class _ShardOutput(Output):
     def __init__(
         self,
         shard: Shard,
+        part: str | None,
         handle: InnerHandle,
         agreement: Round,
         storage: Storage,
@@ -416,13 +434,14 @@ class _ShardOutput(Output):
         options: StepOptions,
     ) -> None:
         super().__init__(shard.image, handle.path)
+        self._part = part
         self._shard, self._handle = shard, handle
         self.nonce, self.record = "", b""
         self._storage = storage
         self.place = place
         self._options = options
         self._rank = agreement.rank
-        self._name = shard_name(agreement.rank, options.codec)
+        self._name = shard_name(agreement.rank, options.codec, part)
         is_coded = options.codec is not None or options.snapshot is not None
         self.slot_label = "" if shard.is_empty or is_coded else self._name
         self._writer: FrameWriter | None = None
@@ -456,12 +475,12 @@ class _ShardOutput(Output):
         if snapshot is not None:
             snapshot.end(self._handle, index)
         file.end(shard.nbytes)
-        name, content = index_name(self._rank), index.to_bytes()
+        name, content = index_name(self._rank, self._part), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)
         file.close()
         if self._options.durable:
             step.sync_own_directory()
-        self.record = Writer.of(index, name, content).to_bytes()
+        self.record = Writer.of(index, name, content, self._part).to_bytes()
 
 
 class _ObjectsOutput(WholeFile):

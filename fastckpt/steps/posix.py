@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -38,7 +38,7 @@ from fastckpt.steps.store import (
 from fastckpt.storage import atomic, calls
 from fastckpt.storage.file_system import NEW_MODE, Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.vanishing import is_unlocked, leads_nowhere, locked_shared
+from fastckpt.storage.vanishing import is_removed, is_unlocked, leads_nowhere, locked_shared
 
 log = logging.getLogger("fastckpt")
 
@@ -400,6 +400,37 @@ class PosixSteps(StepStore):
                 yield name, is_ours, partial(self.remove_if_dead, name, others_after_s=0.0)
 
     def remove(self, name: str, nonce: str) -> bool:
+        def begin(_manifest: Manifest, entries: list[str]) -> Callable[[], None]:
+            self.remove_manifest(name)
+            return partial(self.empty, name, [entry for entry in entries if entry != MANIFEST])
+
+        return self._reduced(name, nonce, begin)
+
+    def thin(self, name: str, nonce: str, parts: Collection[str]) -> bool:
+        def begin(manifest: Manifest, entries: list[str]) -> Callable[[], None]:
+            manifest = manifest.thinned(parts)
+            path = self.path(name, MANIFEST)
+            fd = atomic.replace_file(self.storage, path, manifest.to_bytes(), durable=True)
+            if fd is not None:
+                atomic.close_quietly(self.storage, fd)
+            self._thinned[nonce] = frozenset(parts)
+            superfluous = manifest.superfluous(entries)
+            return partial(self.storage.remove_all, self.path(name), superfluous)
+
+        return self._reduced(name, nonce, begin)
+
+    def _reduced(
+        self,
+        name: str,
+        nonce: str,
+        begin: Callable[[Manifest, list[str]], Callable[[], None]],
+    ) -> bool:
+        """Removes files of a step, except if it is held or pinned; returns whether they are gone.
+
+        Args:
+            begin: called with the manifest and the directory's entries while the manifest is
+                locked; returns what remains to be done after that.
+        """
         path = self.path(name, MANIFEST)
         # Held until the directory is empty, so that no new save reuses its name before that.
         with self.removal, ExitStack() as alone:
@@ -413,14 +444,17 @@ class PosixSteps(StepStore):
                 with reported("lock", path):
                     if not self.storage.lock(fd):
                         return False
-                if self.read(name).nonce != nonce:
+                if is_removed(self.storage, fd, path):  # or replaced, by one that is not locked
+                    return self.storage.status(path) is None
+                manifest = self.read(name)
+                if manifest.nonce != nonce:
                     return True
                 if not alone.enter_context(self.alone(name)):
                     return False
                 entries = self.storage.names(self.path(name))
                 if PINNED in entries:
                     return False
-                self.remove_manifest(name)
+                rest = begin(manifest, entries)
             except Vanished:
                 return True
             except StorageError:
@@ -434,7 +468,7 @@ class PosixSteps(StepStore):
                 # gone. Closed before empty(): a network client keeps open files, see abandon().
                 atomic.close_quietly(self.storage, fd)
             with suppress(OSError):  # what stays is left to the next removal
-                self.empty(name, [entry for entry in entries if entry != MANIFEST])
+                rest()
             return True
 
 

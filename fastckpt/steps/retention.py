@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from datetime import datetime
 
 from fastckpt.arguments.checks import MODES, KeepBest, Mode, check_choice, check_metrics
@@ -38,6 +39,8 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
             going = []
         if going and options.keep_best is not None:
             _warn_of_no_best(steps, committed, options.keep_best)
+        if options.keep_parts:
+            going = _thinned(steps, going, committed, options.keep_parts)
         for name, manifest in _bases_last(going, committed):
             stays = step_of(name) in stuck or manifest.nonce in needed
             try:
@@ -50,6 +53,41 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
                 needed |= manifest.bases
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
+
+
+def _thinned(
+    steps: StepStore,
+    going: list[str],
+    committed: list[Committed],
+    keep_parts: Mapping[str, int],
+) -> list[str]:
+    """Reduces the newest of the steps that are to go to their kept parts; returns those that go
+    entirely. A step that is pinned or being read does not count, and stays as it is.
+    """
+    numbers = {item.manifest.step for item in committed if item.name not in going}
+    left = dict(keep_parts)
+    gone = []
+    for item in committed:
+        name, manifest = item
+        if name not in going:
+            continue
+        there = manifest.parts if manifest.kept is None else {*manifest.kept}
+        parts = frozenset(part for part, count in left.items() if count > 0) & there
+        is_good = steps.verdicts.may_stay_alone(item) and manifest.step not in numbers
+        if not parts or not is_good:  # else an older attempt would come back with its step
+            gone.append(name)
+        elif steps.is_thinned(item, parts) or _thin(steps, item, parts):
+            numbers.add(manifest.step)
+            left = {part: count - (part in parts) for part, count in left.items()}
+    return gone
+
+
+def _thin(steps: StepStore, item: Committed, parts: frozenset[str]) -> bool:
+    try:
+        return steps.thin(item.name, item.manifest.nonce, parts)
+    except StorageError as error:  # others may be thinned all the same
+        log.warning("an old step could not be reduced to %s: %s", listed(sorted(parts)), error)
+        return False
 
 
 def _warn_of_no_best(steps: StepStore, committed: list[Committed], by: KeepBest) -> None:
@@ -73,10 +111,10 @@ def superfluous(
     at the step just committed except the newest. After a late drain, the newest attempt may not be
     `keep`.
 
-    Steps of three kinds do not count towards keep_last: steps that are damaged or may not be
-    durable, and the following two. Steps that another job committed since this job began replace no
-    other step, and stay until this job restores. Steps that could not be read in the last attempt
-    stay, because they may be intact.
+    Steps of four kinds do not count towards keep_last: thinned steps, steps that are damaged or may
+    not be durable, and the following two. Steps that another job committed since this job began
+    replace no other step, and stay until this job restores. Steps that could not be read in the
+    last attempt stay, because they may be intact.
 
     Args:
         steps: the root.
@@ -190,8 +228,8 @@ def _entry(steps: StepStore, item: Committed, by: KeepBest | None) -> Entry:
     """Returns a step's entry for the retention policy. Pins are checked later, when the step is
     removed.
     """
-    verdicts, score = steps.verdicts, None
+    verdicts, score, kept = steps.verdicts, None, item.manifest.kept
     if by and not isinstance(value := item.manifest.metrics.get(by[0]), str | None):
         score = -value if by[1] == "min" else value
-    counts = verdicts.may_stay_alone(item)
+    counts = verdicts.may_stay_alone(item) and kept is None
     return Entry(item.name, item.manifest.step, counts, verdicts.is_unread(item), score)

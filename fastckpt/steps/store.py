@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
@@ -116,6 +116,7 @@ class StepStore:
         self.verdicts, self.attempts = Verdicts(), dict[str, str]()
         self.warned_of_empty = self.warned_of_metric = False
         self._manifests: dict[str, tuple[Hashable, Manifest]] = {}  # with the version of the file
+        self._thinned = dict[str, frozenset[str]]()  # the keys that are left, by nonce
         self._seen_nonces: set[str] | None = None  # see note_seen(); None: nobody has looked yet
         self._lock = threading.Lock()
         self._sequence = 0  # of the last commit that was begun here
@@ -167,6 +168,23 @@ class StepStore:
             name, nonce: the step's name and nonce; another step may have taken the name.
         """
         raise NotImplementedError
+
+    def thin(self, name: str, nonce: str, parts: Collection[str]) -> bool:
+        """Reduces a committed step to some keys of the state, except if it is held or pinned;
+        returns whether it is reduced. First the manifest is replaced, then the files that the new
+        manifest does not name are removed. Raises StorageError.
+
+        Args:
+            name, nonce: see remove().
+            parts: the keys, which the step still has.
+        """
+        raise NotImplementedError
+
+    def is_thinned(self, item: Committed, parts: Collection[str]) -> bool:
+        """Returns whether this process has reduced a step to these keys of the state, so that no
+        other files are left.
+        """
+        return self._thinned.get(item.manifest.nonce) == frozenset(parts)
 
     def remove_dead(self) -> list[str]:
         """Removes the leftovers of saves that are certainly dead; returns the names."""

@@ -206,18 +206,19 @@ class Drain(Job):
             purpose = Purpose(nbytes, 1, options.striping, drainer.target.root)
             write_portions(pipeline, portions, place.path(name), options, pace, make, purpose)
 
-        writers = {writer.rank: writer for writer in manifest.writers}
         for part in self._info.parts:
-            if fetch is not None:
-                self._fetch_damaged(source, manifest, writers.get(part))
             if part == OBJECTS_PART:
+                if fetch is not None:
+                    self._fetch_damaged(source, manifest, None)
                 with source.stored_objects(manifest) as portions:
                     write(manifest.objects.file, manifest.objects.nbytes, portions)
-                continue
-            index, content = source.index(writers[part], manifest.nonce)
-            with source.stored_shard(index) as portions:
-                write(index.file, index.file_nbytes, portions)
-            place.write(writers[part].index, content, None, options.durable)
+            for writer in manifest.writers_of(part):
+                if fetch is not None:
+                    self._fetch_damaged(source, manifest, writer)
+                index, content = source.index(writer, manifest.nonce)
+                with source.stored_shard(index) as portions:
+                    write(index.file, index.file_nbytes, portions)
+                place.write(writer.index, content, None, options.durable)
 
     def _fetch_damaged(self, source: StepCopies, manifest: Manifest, writer: Writer | None) -> None:
         """Verifies a writer's files, or the objects if `writer` is None, and fetches damaged

@@ -63,11 +63,11 @@ class NodesSteps(PosixSteps):
 
 def parts_of(manifest: Manifest) -> dict[int, dict[str, int]]:
     """Returns the files of each part of a step, with their sizes. An index precedes its shard."""
-    shards = {
-        writer.rank: {writer.index: writer.index_nbytes, writer.file: writer.nbytes}
-        for writer in manifest.writers
-    }
-    return shards | {OBJECTS_PART: {manifest.objects.file: manifest.objects.nbytes}}
+    parts: dict[int, dict[str, int]] = {}
+    for writer in manifest.writers:
+        files = {writer.index: writer.index_nbytes, writer.file: writer.nbytes}
+        parts.setdefault(writer.rank, {}).update(files)
+    return parts | {OBJECTS_PART: {manifest.objects.file: manifest.objects.nbytes}}
 
 
 def named_parts(parts: Sequence[int]) -> str:
@@ -75,11 +75,6 @@ def named_parts(parts: Sequence[int]) -> str:
     ranks = [str(part) for part in parts if part != OBJECTS_PART]
     texts = [f"the files of ranks {', '.join(ranks[:8])}"] if ranks else []
     return " and ".join([*texts, "its objects"] if OBJECTS_PART in parts else texts)
-
-
-def sizes_of(manifest: Manifest) -> dict[str, int]:
-    """Returns the size of each file of a step, except the manifest."""
-    return {file: size for files in parts_of(manifest).values() for file, size in files.items()}
 
 
 def check_alike(root_every: Sequence[int]) -> None:

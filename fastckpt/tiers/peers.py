@@ -30,7 +30,7 @@ from fastckpt.steps.posix import PosixSteps
 from fastckpt.steps.store import Committed
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import reported
-from fastckpt.tiers.nodes import RanksByNode, sizes_of
+from fastckpt.tiers.nodes import RanksByNode
 
 log = logging.getLogger("fastckpt")
 
@@ -212,7 +212,7 @@ class Peers:
     def _take_offered(self, link: PeerLink, file: str, nonce: str) -> None:
         # The step's save is not over on any node, so the step is not removed.
         item = self._step_of(nonce)
-        nbytes = sizes_of(item.manifest).get(file)
+        nbytes = item.manifest.sizes.get(file)
         if nbytes is None:
             raise CheckpointError(f"{file!r} is not a file of the step")
         takes = not self._has(item.name, file, nbytes)
@@ -225,7 +225,7 @@ class Peers:
         item = self._step_of(nonce)
         with self._steps.hold(item.name):
             path = self._steps.path(item.name, file)
-            if file != MANIFEST and file not in sizes_of(item.manifest):
+            if file != MANIFEST and file not in item.manifest.sizes:
                 raise CheckpointError(f"{file!r} is not a file of the step")
             with reported("open", path):
                 fd = self._steps.storage.open(path, "regular")
@@ -362,7 +362,7 @@ class Peers:
             StorageError: a holder may have a copy, but the copy could not be fetched or stored.
         """
         index = next((each.index for each in item.manifest.writers if each.file == file), "")
-        sizes, path = sizes_of(item.manifest), self._steps.path(item.name, file)
+        sizes, path = item.manifest.sizes, self._steps.path(item.name, file)
         has_index = not index or self._has(item.name, index, sizes[index])
         if not has_index and not self.fetch(item, holders, index, False):
             return ""  # without the index the file cannot be verified
@@ -379,7 +379,7 @@ class Peers:
             return self._fetched(item, holders, file)
 
     def _fetched(self, item: Committed, holders: Sequence[int], file: str) -> str:
-        nbytes, path = sizes_of(item.manifest)[file], self._steps.path(item.name, file)
+        nbytes, path = item.manifest.sizes[file], self._steps.path(item.name, file)
         troubles, number = list[str](), 0
         for rank in map(self._rank_on, holders):
             try:

@@ -117,7 +117,9 @@ class NodePlace(StepPlace):
         try:
             if self.step.name and not self._trouble:
                 super().open(outputs, pace)
-                coded = 0 if self._options.codec is None else outputs[0].nbytes
+                shards = [output for output in outputs if not output.is_small]
+                is_coded = self._options.codec is not None
+                coded = sum(output.nbytes for output in shards) if is_coded else 0
                 beside = self._tier.nodes().beside(self._agreement.rank)
                 self._tier.check_room(coded * len(beside))
         except StorageError as error:
@@ -125,7 +127,7 @@ class NodePlace(StepPlace):
         why = self._why_not()
         if not why:
             self._opened_s = self._handle.elapsed_s()
-            self._wrote_shard = outputs[0].file.is_open
+            self._wrote_shard = any(output.file.is_open for output in shards)
             return self
         for output in outputs:
             output.file.close()

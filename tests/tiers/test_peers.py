@@ -25,7 +25,7 @@ from fastckpt.ranks.peer_link import _UNPROVEN_MAX, PART_BYTES, PeerLink, connec
 from fastckpt.saving.ring import Ring
 from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
-from fastckpt.tiers.nodes import RanksByNode, sizes_of
+from fastckpt.tiers.nodes import RanksByNode
 from fastckpt.tiers.peers import Peers
 from tests.kit.noise import flip
 from tests.kit.saves import wait_until
@@ -56,7 +56,7 @@ class Node:
         return self.steps.read(NAME)
 
     def send(self) -> str:
-        return self.peers.send(NAME, self.manifest, sizes_of(self.manifest))
+        return self.peers.send(NAME, self.manifest, self.manifest.sizes)
 
     def fetch(self, file: str, holders: list[int]) -> str:
         (item,) = self.steps.committed()[0]
@@ -103,7 +103,7 @@ def test_nothing_is_fetched_into_memory_that_was_removed(pair: tuple[Node, Node]
     _a, b = pair
     (item,) = b.steps.committed()[0]
     shutil.rmtree(b.path)
-    for file in sizes_of(item.manifest):
+    for file in item.manifest.sizes:
         assert b.peers.fetch(item, [0], file, False) == ""
 
 
