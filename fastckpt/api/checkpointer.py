@@ -316,6 +316,7 @@ class Checkpointer:
                 differing=self._memo.unequal(),
                 watch=options.fence == "step",
                 checks_numbers=options.check_finite or options.snapshot is not None,
+                parts=options.parts,
             )
             plan = StepPlan(
                 handle,

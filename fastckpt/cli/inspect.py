@@ -117,7 +117,8 @@ def _kind(text: str, nbytes: int, shape: tuple[int, ...], shards: tuple[Any, ...
 
 
 def _print(told: dict[str, Any], names: list[str], kinds: list[_Kind]) -> None:
-    facts = [f"{name} {told[name]}" for name in ("step", "saved", "ranks", "files") if name in told]
+    known = ("step", "saved", "ranks", "files", "thinned to")
+    facts = [f"{name} {shown_name(str(told[name]))}" for name in known if name in told]
     checked = "verified when read" if told["verified"] else "without block checksums"
     end = f"; {', '.join(facts)}" if facts else ""
     print(f"{shown_name(told['path'])}: {told['kind']}, {checked}{end}")

@@ -28,6 +28,7 @@ from fastckpt.formats.shard_index import (
     crc_digits,
     lines,
 )
+from fastckpt.formats.step_names import OURS
 from fastckpt.formats.strict_json import check_members, check_texts, decode, encode, shown
 from fastckpt.plan.boxes import span
 
@@ -36,7 +37,7 @@ DELTA_VERSION = 3  # of the manifest of a step that has files with differences
 PARTS_VERSION = 4  # of the manifest of a step that has files for parts of the state
 MANIFEST, OBJECTS = "manifest.json", "objects.pt"
 MANIFEST_BYTES_MAX = 1 << 28
-WRITER_BYTES_MAX = 1024
+WRITER_BYTES_MAX = 1536
 KEYS_MAX = 128
 METRICS_MAX, METRIC_CHARS_MAX = 256, 256
 SEQUENCE_MAX = 1 << 62  # half of what fits: whatever a step claims, numbers are left for later ones
@@ -217,7 +218,9 @@ class Manifest:
         """Returns those of the names in the step's directory that are shards or indexes, but not of
         this step.
         """
-        return [name for name in names if name.startswith("rank-") and name not in self.sizes]
+        ours = [name for name in names if name.startswith("rank-") and OURS.fullmatch(name)]
+        sizes = self.sizes
+        return [name for name in ours if name not in sizes]
 
     def writers_of(self, rank: int) -> list[Writer]:
         """Returns the records of the files that a rank wrote."""

@@ -40,7 +40,7 @@ INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _SUFFIXES = {None: "", "zstd": ".zst", "planes": ".planes"}  # of files, by their codec
 _CRC_DIGITS = 8
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _NONCE = re.compile("[0-9a-f]{16,64}")
 _HEX = re.compile("[0-9a-f]*")
 
@@ -371,7 +371,7 @@ def check_file_name(name: str) -> None:
     """Raises ValueError unless this is a name of a visible file in the directory itself."""
     if _FILE_NAME.fullmatch(name) is None:
         raise ValueError(
-            f"file name {shown(name)} must be 1 to 40 characters of [A-Za-z0-9._-], and not hidden"
+            f"file name {shown(name)} must be 1 to 100 characters of [A-Za-z0-9._-], and not hidden"
         )
 
 

@@ -70,7 +70,8 @@ def refuse_other_version(what: str, version: object, *known: int) -> None:
     """Raises IncompatibleCheckpoint if this is a version, other than the supported ones."""
     if type(version) is int and version not in known and 0 < version < NUMBER_END:
         update = ": update it" if version > max(known) else ""
-        numbers = ("version " if len(known) == 1 else "versions ") + " and ".join(map(str, known))
+        *first, last = map(str, known)
+        numbers = f"versions {', '.join(first)} and {last}" if first else f"version {last}"
         raise IncompatibleCheckpoint(
             f"{what} has version {version}, this fastckpt reads {numbers} only{update}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 
@@ -32,6 +32,14 @@ def escaped(key: str) -> str:
 def keys_of(name: str) -> list[str]:
     """Returns the keys of a name that joined() has made."""
     return [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
+
+
+def key_among(keys: Collection[str], name: str) -> str | None:
+    """Returns the one of these keys of the state that a named value is under; None if it is under
+    another.
+    """
+    key = keys_of(name)[0] if keys else ""
+    return key if key in keys else None
 
 
 def dotted(name: str) -> str:

@@ -20,7 +20,7 @@ from fastckpt.formats import safetensors
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import Pickled, pickles
 from fastckpt.formats.torch_zip import SMALL_BYTES, SMALL_SUM_BYTES_MAX
-from fastckpt.formats.value_names import below, items_in, joined
+from fastckpt.formats.value_names import below, items_in, joined, key_among
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import (
     PARTS,
@@ -283,6 +283,7 @@ def flatten(
     first_rank: frozenset[str] = frozenset(),
     rank_of: Mapping[int, int] | None = None,
     checks_numbers: bool = False,
+    apart: Collection[str] = (),
 ) -> Flat:
     """Takes a state apart.
 
@@ -295,6 +296,7 @@ def flatten(
         rank_of: maps global ranks to ranks in the group; None if they are the same.
         checks_numbers: whether small floating-point tensors are also put into shards, where the
             first rank's numbers can be checked.
+        apart: keys of the state; what is under one of them shares no leaf with what is not.
 
     Raises:
         TypeError: the state contains a ShardedTensor, a tensor without memory, or a DTensor that
@@ -303,7 +305,7 @@ def flatten(
         ValueError: the state is nested too deeply or contains itself, or a path in it is not
             Unicode.
     """
-    return _Flattening(rank, world_size, first_rank, rank_of, checks_numbers).run(state)
+    return _Flattening(rank, world_size, first_rank, rank_of, checks_numbers, apart).run(state)
 
 
 def comparable(
@@ -337,19 +339,17 @@ class _Flattening:
         first_rank: frozenset[str],
         rank_of: Mapping[int, int] | None,
         checks_numbers: bool,
+        apart: Collection[str],
     ) -> None:
-        self.rank = rank
-        self.checks_numbers = checks_numbers
-        self.first_rank = first_rank
+        self.rank, self.checks_numbers, self.first_rank = rank, checks_numbers, first_rank
+        self.apart = apart
         self.parts = Parts(world_size, rank_of)
         self.is_one_of_several = world_size > 1
         self.pickled_left = _PICKLED_BYTES_MAX if world_size > 1 else 0
-        self.flat = Flat()
-        self.keys: set[str] = set()
-        self.small: list[_Small] = []
+        self.flat, self.keys, self.small = Flat(), set[str](), list[_Small]()
         self.boxes: dict[tuple[int, ...], Box] = {}  # of whole tensors, by their shape
         self.leaf_of: dict[tuple[Any, ...], Leaf] = {}
-        self.own_parts: dict[int, dict[str, Any]] = {}  # placeholders, by identity of the tensor
+        self.own_parts: dict[Any, dict[str, Any]] = {}  # placeholders, by identity of the tensor
         self.searched: dict[int, Any] = {}  # keeps objects alive, so that their ids stay theirs
         self.above: dict[int, str | None] = {}  # names of what is being visited, by identity
 
@@ -450,13 +450,14 @@ class _Flattening:
 
     def _own_part(self, tensor: Any, part: Part, name: str) -> dict[str, Any]:
         """Adds a DTensor's part to the values of this rank, because shards cannot hold it."""
-        if id(tensor) not in self.own_parts:
+        identity = key_among(self.apart, name), id(tensor)
+        if identity not in self.own_parts:
             key = self._unique(name)
             value = {"local": part.local.detach(), "offsets": [*part.box.offsets]}
             self.flat.per_rank[key] = PerRank(value)
             entry = {PER_RANK: key, "shape": [*tensor.shape], **_spread(part.spread, part.local)}
-            self.own_parts[id(tensor)] = entry  # self.parts keeps it alive
-        return self.own_parts[id(tensor)]
+            self.own_parts[identity] = entry  # self.parts keeps it alive
+        return self.own_parts[identity]
 
     def _as_it_is(self, value: Any, name: str | None) -> Any:
         """Returns a value that the first rank pickles in one piece; raises an error if it contains
@@ -517,6 +518,7 @@ class _Flattening:
                 raise _no_memory(name)
             identity, local, box = memory, tensor.detach(), self._whole(tensor.shape)
             shape = box.sizes
+        identity = (key_among(self.apart, name), *identity)
         if identity in self.leaf_of:
             return self.leaf_of[identity]
         key = self._unique(name)

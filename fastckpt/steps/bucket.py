@@ -220,9 +220,9 @@ class BucketSteps(StepStore):
             return False
         finally:
             self._manifests.pop(name, None)
-        self._thinned[nonce] = frozenset(parts)
-        with suppress(OSError):  # what stays is left to the next job
+        with suppress(OSError):  # what stays is left to the next save
             self._remove(name, thinned.superfluous(entries))
+            self._thinned[nonce] = frozenset(parts)
         return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.errors import retold, telling
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
-from fastckpt.formats.value_names import below, items_in
+from fastckpt.formats.value_names import below, items_in, key_among
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.kinds import PLAIN_TENSORS, copied_later
@@ -29,7 +29,8 @@ class Content:
     Attributes:
         leaves: the tensors of the shards; every rank has the same keys in the same order.
         objects: all other values, pickled on the first rank; None on the other ranks.
-        per_rank: a torch zip of this rank's own values; b"" if there are none.
+        per_rank: torch zips of this rank's own values, by the key of the state that they are under;
+            None for those under keys without a file of their own.
         description: the description of the state that ranks compare.
         small: the tensors among the objects, with their versions at the capture; ranks compare
             samples of them.
@@ -39,7 +40,7 @@ class Content:
 
     leaves: list[Leaf]
     objects: torch_pickle.Capture | None
-    per_rank: bytes
+    per_rank: dict[str | None, bytes]
     description: Description
     small: dict[str, tuple[torch.Tensor, int]]
     reads: DeviceSources
@@ -57,6 +58,7 @@ def captured(
     differing: frozenset[str],
     watch: bool,
     checks_numbers: bool = False,
+    parts: Collection[str] = (),
 ) -> Content:
     """Captures a state. Tensors that are contiguous, and on the host or on a readable GPU, are not
     copied.
@@ -68,6 +70,7 @@ def captured(
         differing: keys of tensors whose contents differ between ranks; the first rank's are saved.
         watch: record the tensors' versions, for a save that runs in parallel with training, and
             copy small tensors now.
+        parts: the keys of the state that have files of their own.
 
     Raises:
         Exception: see Checkpointer.save.
@@ -79,6 +82,7 @@ def captured(
         first_rank=differing,
         rank_of=rank_of,
         checks_numbers=checks_numbers,
+        apart=parts,
     )
     readable = devices.readable()
     objects = None
@@ -111,7 +115,7 @@ def captured(
     return Content(
         leaves,
         objects,
-        _pickled(flat),
+        _pickled(flat, parts),
         description,
         small,
         devices.reads(storages),
@@ -138,19 +142,23 @@ def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
     return texts
 
 
-def _pickled(flat: Flat) -> bytes:
-    """Returns this rank's own values as a torch zip; b"" if there are none."""
-    if not flat.per_rank:
-        return b""
+def _pickled(flat: Flat, parts: Collection[str]) -> dict[str | None, bytes]:
+    """Returns Content.per_rank."""
     values = {
         name: own.value.state_dict() if is_stateful(own.value) else own.value
         for name, own in flat.per_rank.items()
     }
     values = {k: v.value if isinstance(v, PerRank) else v for k, v in values.items()}
-    buffer = io.BytesIO()
+    divided: dict[str | None, dict[str, Any]] = {}
+    for name, value in values.items():
+        divided.setdefault(key_among(parts, name), {})[name] = value
+    pickled = {}
     with _named(values):
-        torch_save(values, buffer)
-    return buffer.getvalue()
+        for part, its in divided.items():
+            buffer = io.BytesIO()
+            torch_save(its, buffer)
+            pickled[part] = buffer.getvalue()
+    return pickled
 
 
 def _objects(nest: object, watch: bool, readable: frozenset[str]) -> torch_pickle.Capture:

@@ -272,14 +272,14 @@ class StepReader:
         """
         if rank >= self.manifest.world_size:
             return None
-        indexes = map(self._index, self.manifest.writers_of(rank))
-        index = next((each for each in indexes if each.per_rank is not None), None)
-        if index is None or index.per_rank is None:
-            return {}
-        what = f"the values of rank {rank} in {self._path(index.file)!r}"
-        content = io.BytesIO(self._read_bytes(index, *index.per_rank))
-        values = partial_objects.loaded(content, weights_only, what)
-        return values if isinstance(values, dict) else {}
+        own = dict[str, Any]()
+        for index in map(self._index, self.manifest.writers_of(rank)):
+            if index.per_rank is not None:
+                what = f"the values of rank {rank} in {self._path(index.file)!r}"
+                content = io.BytesIO(self._read_bytes(index, *index.per_rank))
+                values = partial_objects.loaded(content, weights_only, what)
+                own |= values if isinstance(values, dict) else {}
+        return own
 
     def _read_bytes(self, index: ShardIndex, begin: int, nbytes: int) -> bytearray:
         """Returns a byte range of a shard, read in parts."""

@@ -219,8 +219,13 @@ class _StepTrial(Trial[tuple[int, T]]):
 
     def _thinned(self, kept: Sequence[str]) -> str:
         """Describes a step that keep_parts has thinned, and names the newest step that is whole."""
-        whole = [each for each in readable(self._steps) if each.manifest.kept is None]
-        newest = f"step {whole[0].manifest.step}" if whole else "none"
+        damaged = self._steps.verdicts.damaged
+        whole = [
+            item.manifest.step
+            for item in readable(self._steps)
+            if item.manifest.kept is None and item.manifest.nonce not in damaged
+        ]
+        newest = f"step {whole[0]}" if whole else "none"
         return (
             f"of this step only {listed(map(repr, kept))} was kept (see keep_parts), the newest "
             f"whole step is {newest}: restore that one, or pass only={kept[0] + '/*'!r} or "

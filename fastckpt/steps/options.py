@@ -78,25 +78,18 @@ class StepOptions(WriteOptions):
 
     @property
     def parts(self) -> list[str]:
-        """The keys of the state that have files of their own, the one that is kept for most steps
-        first.
-        """
-        counts = self.keep_parts or {}
-        return sorted(counts, key=lambda part: (-counts[part], part))
+        """The keys of the state that have files of their own, ascending."""
+        return sorted(self.keep_parts or ())
 
     def check_parts(self, state: object) -> None:
         """Raises ValueError unless the state is a dict with every key of keep_parts."""
         keys = [*state] if isinstance(state, dict) else []
-        if missing := [part for part in self.parts if part not in keys]:
+        texts = [*map(str, keys)]  # of which names consist
+        if missing := [part for part in self.parts if part not in keys or texts.count(part) > 1]:
             raise ValueError(
                 f"keep_parts names {missing[0]!r}, but the state has "
                 + (f"the keys {listed(map(repr, keys))}" if keys else "no keys")
             )
-
-    @property
-    def longest_kept(self) -> str | None:
-        """The key whose file also has the values of single ranks; None for the rest's file."""
-        return next(iter(self.parts), None)
 
 
 def common_terms(
@@ -119,7 +112,9 @@ def common_terms(
     named = {"codec": codec, "keep_last": keep_last, "keep_every": keep_every}
     texts = {name: shown(value) for name, value in named.items()}
     best = list(keep_best) if isinstance(keep_best, tuple) else keep_best
-    parts = sorted(keep_parts.items()) if isinstance(keep_parts, dict) else keep_parts
+    parts = keep_parts
+    if isinstance(keep_parts, Mapping):
+        parts = dict(sorted(keep_parts.items(), key=str))
     return {
         "root": repr(root),
         **texts,

@@ -32,7 +32,7 @@ from fastckpt.formats.shard_index import (
     index_name,
     shard_name,
 )
-from fastckpt.formats.value_names import keys_of
+from fastckpt.formats.value_names import key_among
 from fastckpt.plan.boxes import Held, plan
 from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRun
 from fastckpt.ranks.per_group import GroupMemo
@@ -138,15 +138,20 @@ class Shard:
     """The layout of one writer's file, and the file's index once the file is written.
 
     Args:
-        leaves, per_rank: see Content.
+        leaves: see Content.
+        per_rank: a torch zip of this rank's own values; b"" if there are none.
         rank: this rank.
+        has_file: whether the writer has a file even if it is empty. The first rank has one for each
+            key with files of its own, so that the manifest names all of these keys.
 
     Attributes:
         image: the image of the file; empty if the shard is empty.
         nbytes: the size of the file.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], per_rank: bytes, rank: int) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], per_rank: bytes, rank: int, *, has_file: bool = False
+    ) -> None:
         self._rank = rank
         entries: list[safetensors.Entry] = []
         owners: list[object] = []
@@ -172,7 +177,7 @@ class Shard:
             entries.append(
                 safetensors.Entry(PER_RANK, torch.uint8, (len(values),), tensor.data_ptr())
             )
-        self.is_empty = not entries
+        self.is_empty = not (entries or has_file)
         self.image, self._offsets = safetensors.layout(entries, owners, {"format": "pt"})
         if self.is_empty:
             self.image = Image.tailless()
@@ -290,16 +295,17 @@ class StepPlan(Plan):
         assert content is not None
         options, path = self._options, self._handle.path
         for part, leaves in _divided(content.leaves, options.parts).items():
-            per_rank = content.per_rank if part == options.longest_kept else b""
-            own = Shard(leaves, per_rank, agreement.rank)
+            per_rank, rank = content.per_rank.get(part, b""), agreement.rank
+            own = Shard(leaves, per_rank, rank, has_file=part is not None and rank == 0)
             names = own.look_at_numbers() if options.check_finite else []
             if options.snapshot is not None:
                 is_delta = options.snapshot.begin(own.image, own.pieces())
                 options = replace(options, codec="planes" if is_delta else None)
             if self.whole or names:
                 self.way = "host"
-            how = (self._place, options)
-            shard = _ShardOutput(own, part, self._handle, agreement, self._storage, *how)
+            shard = _ShardOutput(
+                own, part, self._handle, agreement, self._storage, self._place, options
+            )
             shard.names = names
             self._shards.append(shard)
         description = content.description
@@ -354,8 +360,8 @@ class StepPlan(Plan):
         """
         assert self._content is not None
         pickles, self._pickled = [each for each in self._pickled if isinstance(each, bytes)], []
-        if self._content.per_rank:
-            with zipfile.ZipFile(io.BytesIO(self._content.per_rank)) as archive:
+        for content in self._content.per_rank.values():
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 pickles += [archive.read(n) for n in archive.namelist() if n.endswith("/data.pkl")]
         if warning := refused_later(self._handle.path, pickles, _checked_makers, reads_numpy=True):
             log.warning("%s", warning)
@@ -407,10 +413,9 @@ def _divided(leaves: Sequence[Leaf], parts: Sequence[str]) -> dict[str | None, l
     """Divides tensors by the key of the state they are under; None for keys without a file of
     their own. In the order of the manifest's entries.
     """
-    divided: dict[str | None, list[Leaf]] = {None: [], **{part: [] for part in sorted(parts)}}
+    divided: dict[str | None, list[Leaf]] = {None: [], **{part: [] for part in parts}}
     for leaf in leaves:
-        part = keys_of(leaf.key)[0] if parts else None
-        divided[part if part in divided else None].append(leaf)
+        divided[key_among(parts, leaf.key)].append(leaf)
     return divided
 
 

@@ -413,9 +413,11 @@ class PosixSteps(StepStore):
             fd = atomic.replace_file(self.storage, path, manifest.to_bytes(), durable=True)
             if fd is not None:
                 atomic.close_quietly(self.storage, fd)
+            return partial(end, manifest.superfluous(entries))
+
+        def end(superfluous: list[str]) -> None:
+            self.storage.remove_all(self.path(name), superfluous)
             self._thinned[nonce] = frozenset(parts)
-            superfluous = manifest.superfluous(entries)
-            return partial(self.storage.remove_all, self.path(name), superfluous)
 
         return self._reduced(name, nonce, begin)
 

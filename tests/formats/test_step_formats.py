@@ -39,6 +39,7 @@ from fastckpt.formats import safetensors as shard_format
 from fastckpt.formats.manifest import (
     KEYS_MAX,
     SEQUENCE_MAX,
+    WRITER_BYTES_MAX,
     Manifest,
     ObjectsFile,
     Writer,
@@ -577,7 +578,7 @@ def each(message: str, *path: Any, of: Iterable[Any]) -> list[tuple[Change, str]
 
 
 HOSTILE_FILE_NAMES = ["", ".", "..", ".hidden", "a/b", "/etc/passwd", "../x", "a\\b", "a\n", "a\0"]
-HOSTILE_FILE_NAMES += ["a b", "é", "x" * 41]
+HOSTILE_FILE_NAMES += ["a b", "é", "x" * 101]
 HOSTILE_NUMBERS: list[Any] = [-1, 1 << 63, 1.0, True, None, "1", [1], 10**30]
 HOSTILE_INDEXES: list[tuple[Change, str]] = [
     *each("file name", "file", of=HOSTILE_FILE_NAMES),
@@ -777,22 +778,24 @@ writers = st.builds(
 )
 LARGEST_WRITER = Writer(
     rank=(1 << 63) - 1,
-    file="f" * 40,
+    file="f" * 100,
     nbytes=(1 << 63) - 1,
-    index="i" * 40,
+    index="i" * 100,
     index_nbytes=INDEX_BYTES_MAX,
     index_sha256=DIGEST,
     span=(2.2250738585072014e-308, 2.2250738585072014e-307),
     keys=tuple(range(1 << 31, (1 << 31) + KEYS_MAX)),
+    base="ab" * 32,
+    part="p" * 64,
 )
 
 
 @relaxed
 @given(writers)
 @example(LARGEST_WRITER)
-def test_a_writer_comes_back_in_at_most_1024_bytes(writer: Writer) -> None:
+def test_a_writer_comes_back_in_bounded_bytes(writer: Writer) -> None:
     content = writer.to_bytes()
-    assert len(content) <= 1024
+    assert len(content) <= WRITER_BYTES_MAX
     assert Writer.from_bytes(content) == writer
 
 
@@ -862,7 +865,7 @@ def test_any_damage_to_a_writers_record_is_noticed_or_harmless() -> None:
             continue
         assert Writer.from_bytes(writer.to_bytes()) == writer
     with pytest.raises(CorruptCheckpoint, match="too many"):
-        Writer.from_bytes(record.ljust(1025))
+        Writer.from_bytes(record.ljust(WRITER_BYTES_MAX + 1))
 
 
 def packed(*keys: int) -> str:
@@ -950,12 +953,12 @@ def test_hostile_manifest_with_a_right_digest(change: Change, message: str) -> N
         Manifest.from_bytes(sealed(written))
 
 
-@pytest.mark.parametrize(("version", "update"), [(1, "$"), (4, ": update it")])
+@pytest.mark.parametrize(("version", "update"), [(1, "$"), (5, ": update it")])
 def test_a_manifest_of_another_version_is_incompatible_unless_it_is_damaged(
     version: int, update: str
 ) -> None:
     written = json.loads(GOLDEN_MANIFEST) | {"version": version, "new": []}
-    message = f"the fastckpt-step has version {version}, .* versions 2 and 3 only{update}"
+    message = f"the fastckpt-step has version {version}, .* versions 2, 3 and 4 only{update}"
     with pytest.raises(IncompatibleCheckpoint, match=message):
         Manifest.from_bytes(sealed(written))
     with pytest.raises(CorruptCheckpoint):

@@ -415,6 +415,8 @@ def test_ranks_with_different_arguments_hear_which_ones(
         ("root", str(disk / "a"), str(disk / "b"), {}),
         ("keep_last", 2, None, {}),
         ("codec", "zstd", None, {}),
+        ("keep_parts", {"w": 2}, None, {"keep_last": 1}),
+        ("keep_parts", {"w": 2}, {"w": 3}, {"keep_last": 1}),
         ("local", "memory", None, {}),
         ("local", "memory", None, {"restores": True}),
         ("root", str(disk / "a"), str(disk / "b"), {"restores": True}),  # neither has any step

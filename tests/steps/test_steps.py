@@ -750,24 +750,24 @@ def resigned(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_a_step_of_a_newer_version(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(root, 1)
     newer = root / name(1) / "manifest.json"
-    resigned(newer, lambda written: written.update(version=4, more="unknown"))
+    resigned(newer, lambda written: written.update(version=5, more="unknown"))
     with Checkpointer(root) as checkpointer:
         for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
-            with pytest.raises(IncompatibleCheckpoint, match=r"version 4, .* update it"):
+            with pytest.raises(IncompatibleCheckpoint, match=r"version 5, .* update it"):
                 call()
         assert checkpointer.steps() == [] and checkpointer.latest() is None
     assert saved(root, 2, 3, keep_last=1) == [name(1), name(3)], "it is not removed"
     caplog.clear()
-    assert restored(root) == 3 and "version 4" in caplog.text
+    assert restored(root) == 3 and "version 5" in caplog.text
 
 
 def test_a_newest_step_of_a_newer_version_is_not_passed_over(root: Path) -> None:
     """The run would silently go back; whoever wants that names the step."""
     saved(root, 1, 2, 3)
-    resigned(root / name(3) / "manifest.json", lambda written: written.update(version=4))
+    resigned(root / name(3) / "manifest.json", lambda written: written.update(version=5))
     with Checkpointer(root) as checkpointer:
         for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
-            with pytest.raises(IncompatibleCheckpoint, match=r"version 4, .*the steps \[1, 2\]"):
+            with pytest.raises(IncompatibleCheckpoint, match=r"version 5, .*the steps \[1, 2\]"):
                 call()
         assert checkpointer.restore(state(1), 2) == 2
 
