@@ -214,6 +214,11 @@ class Manifest:
         """The keys of the state that have files of their own."""
         return frozenset(writer.part for writer in self.writers if writer.part is not None)
 
+    @property
+    def thinnable(self) -> frozenset[str]:
+        """The keys of the state that the step can be thinned to."""
+        return self.parts if self.kept is None else frozenset(self.kept)
+
     def superfluous(self, names: Collection[str]) -> list[str]:
         """Returns those of the names in the step's directory that are shards or indexes, but not of
         this step.
@@ -227,7 +232,12 @@ class Manifest:
         return [writer for writer in self.writers if writer.rank == rank]
 
     def thinned(self, parts: Collection[str]) -> Manifest:
-        """Returns the manifest of this step without the files of all other keys of the state."""
+        """Returns the manifest of this step without the files of all other keys of the state.
+
+        Args:
+            parts: some of the keys that the step can be thinned to.
+        """
+        ensure(self.thinnable.issuperset(parts), "a step is thinned to what it has")
         writers = tuple(writer for writer in self.writers if writer.part in parts)
         return replace(self, writers=writers, kept=tuple(sorted(parts)))
 

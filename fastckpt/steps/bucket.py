@@ -205,7 +205,9 @@ class BucketSteps(StepStore):
         try:
             content, version = objects.get(path, MANIFEST_BYTES_MAX)
             manifest = Manifest.from_bytes(content)
-            if manifest.nonce != nonce or PINNED in self._entries(name):
+            # The retention of a later save may have been first.
+            is_other = manifest.nonce != nonce or not manifest.thinnable.issuperset(parts)
+            if is_other or PINNED in self._entries(name):
                 return False
             thinned = manifest.thinned(parts)
             # The condition fails if another job has removed the step in the meantime.

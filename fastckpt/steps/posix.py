@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, Manifest
@@ -44,6 +44,7 @@ log = logging.getLogger("fastckpt")
 
 _LOOKS_MAX = 5  # listings of a root in which some steps, but not all, vanish while they are read
 _CREATES_MAX = 5  # directories that are made for one save, and names that are tried for each
+_Begin: TypeAlias = Callable[[Manifest, list[str]], Callable[[], None] | None]
 _ALONE_S, _LOCK_POLL_S = 5.0, 0.01  # for how long ranks of a failed save wait for each other
 
 
@@ -407,41 +408,47 @@ class PosixSteps(StepStore):
         return self._reduced(name, nonce, begin)
 
     def thin(self, name: str, nonce: str, parts: Collection[str]) -> bool:
-        def begin(manifest: Manifest, entries: list[str]) -> Callable[[], None]:
-            manifest = manifest.thinned(parts)
-            path = self.path(name, MANIFEST)
-            fd = atomic.replace_file(self.storage, path, manifest.to_bytes(), durable=True)
-            if fd is not None:
-                atomic.close_quietly(self.storage, fd)
+        def begin(whole: Manifest, entries: list[str]) -> Callable[[], None] | None:
+            if not whole.thinnable.issuperset(parts):  # the retention of a later save was first
+                return None
+            manifest = whole.thinned(parts)
+            self._replace_manifest(name, manifest)
+            if PINNED in self.storage.names(self.path(name)):  # pin() has seen the whole step
+                self._replace_manifest(name, whole)
+                return None
             return partial(end, manifest.superfluous(entries))
 
         def end(superfluous: list[str]) -> None:
             self.storage.remove_all(self.path(name), superfluous)
             self._thinned[nonce] = frozenset(parts)
 
-        return self._reduced(name, nonce, begin)
+        return self._reduced(name, nonce, begin, replaces=True)
 
-    def _reduced(
-        self,
-        name: str,
-        nonce: str,
-        begin: Callable[[Manifest, list[str]], Callable[[], None]],
-    ) -> bool:
+    def _replace_manifest(self, name: str, manifest: Manifest) -> None:
+        path, content = self.path(name, MANIFEST), manifest.to_bytes()
+        fd = atomic.replace_file(self.storage, path, content, durable=True)
+        if fd is not None:
+            atomic.close_quietly(self.storage, fd)
+
+    def _reduced(self, name: str, nonce: str, begin: _Begin, replaces: bool = False) -> bool:
         """Removes files of a step, except if it is held or pinned; returns whether they are gone.
 
         Args:
             begin: called with the manifest and the directory's entries while the manifest is
-                locked; returns what remains to be done after that.
+                locked; returns what remains to be done after that, or None if all files stay.
+            replaces: whether `begin` replaces the manifest. Where an open file is not replaced
+                atomically (see atomic.publish), it is closed and unlocked before.
         """
         path = self.path(name, MANIFEST)
         # Held until the directory is empty, so that no new save reuses its name before that.
-        with self.removal, ExitStack() as alone:
+        with self.removal, ExitStack() as alone, ExitStack() as locked:
             try:
                 fd = self.storage.open(path, "lock")
             except FileNotFoundError:
                 return True  # removed by somebody else
             except OSError:
                 return False
+            locked.callback(atomic.close_quietly, self.storage, fd)
             try:
                 with reported("lock", path):
                     if not self.storage.lock(fd):
@@ -456,19 +463,20 @@ class PosixSteps(StepStore):
                 entries = self.storage.names(self.path(name))
                 if PINNED in entries:
                     return False
+                if replaces and self.storage.policy(fd)[1].remote:
+                    locked.close()
                 rest = begin(manifest, entries)
-            except Vanished:
-                return True
             except StorageError:
                 raise
-            except CheckpointError:
-                return False  # it is damaged by now
+            except CheckpointError as error:
+                return isinstance(error, Vanished)  # else it is damaged by now
             except OSError as error:
                 raise StorageError("remove", path, error.errno or errno.EIO) from error
-            finally:
-                # Closed, and so unlocked, only now: a reader that waits for the lock finds the step
-                # gone. Closed before empty(): a network client keeps open files, see abandon().
-                atomic.close_quietly(self.storage, fd)
+            # Closed, and so unlocked, only now: a reader that waits for the lock finds the step
+            # gone. Closed before empty(): a network client keeps open files, see abandon().
+            locked.close()
+            if rest is None:
+                return False
             with suppress(OSError):  # what stays is left to the next removal
                 rest()
             return True

@@ -71,8 +71,7 @@ def _thinned(
         name, manifest = item
         if name not in going:
             continue
-        there = manifest.parts if manifest.kept is None else {*manifest.kept}
-        parts = frozenset(part for part, count in left.items() if count > 0) & there
+        parts = frozenset(part for part, count in left.items() if count > 0) & manifest.thinnable
         is_good = steps.verdicts.may_stay_alone(item) and manifest.step not in numbers
         if not parts or not is_good:  # else an older attempt would come back with its step
             gone.append(name)

@@ -42,12 +42,12 @@ def saved(root: str, told: dict[str, Any], *steps: int, **others: Any) -> dict[i
     return found(root, storage_options=told)
 
 
-def thin(root: str, told: dict[str, Any], step: int) -> bool:
+def thin(root: str, told: dict[str, Any], step: int, parts: Any = ("model",)) -> bool:
     """What retention does with one step."""
     with job(root, told) as checkpointer:
         steps = checkpointer._steps
         (item,) = (each for each in steps.committed()[0] if each.manifest.step == step)
-        return steps.thin(item.name, item.manifest.nonce, {"model"})
+        return steps.thin(item.name, item.manifest.nonce, parts)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,15 @@ def test_a_removal_in_between(
     assert found(root, storage_options=told) == {2: WHOLE}
     key = root.partition(f"{BUCKET}/")[2]
     assert not [each for each in bare.list(f"{key}/{item.name}/").collect()]
+
+
+def test_a_retention_that_is_late_brings_nothing_back(weed: Weed, root: str) -> None:
+    """It has decided before that of the next save, which was faster."""
+    told = options(weed.port)
+    saved(root, told, 1, 2, keep_last=9)
+    assert thin(root, told, 1) and not thin(root, told, 1, {"model", "ema"})
+    assert not thin(root, told, 1, {"ema"})
+    assert found(root, storage_options=told) == {2: WHOLE, 1: "model"}
 
 
 def refused(passage: Passage) -> None:

@@ -45,6 +45,7 @@ from tests.kit.network_double import NetworkClient
 from tests.kit.noise import flip
 from tests.kit.options import gathered
 from tests.kit.parts import BOTH, KEEP, WHOLE, flat, found, left_over, of, state
+from tests.kit.saves import wait_until
 from tests.kit.steps import place_of_commit
 from tests.kit.storm import Storm
 
@@ -487,6 +488,12 @@ def nonce_of(root: Path, step: int) -> str:
     return Manifest.from_bytes(manifest.read_bytes()).nonce
 
 
+def kept(root: Path, step: int) -> tuple[str, ...] | None:
+    """What the manifest of a step says at this moment."""
+    (manifest,) = root.glob(f"step-{step:08d}*/manifest.json")
+    return Manifest.from_bytes(manifest.read_bytes()).kept
+
+
 def thin(root: Path, step: int, storage: Storage | None = None, parts: Any = ("model",)) -> bool:
     """What retention does with one step."""
     steps = PosixSteps(storage or Storage(), str(root))
@@ -612,6 +619,77 @@ def test_without_locks_a_reader_whose_step_is_thinned_tries_again(
     with Checkpointer(root) as checkpointer:
         assert checkpointer.restore(into, step, only="model/*") == 1
     assert flat(into["model"]) == flat(state(1)["model"])
+
+
+class Replacing(NetworkClient):
+    """A client of NFS, which renames a file away that is open and is to be replaced: its name is
+    gone, if the client dies before the other file gets it.
+
+    Args:
+        other: is done before a manifest is replaced.
+
+    Attributes:
+        gaps: the names that were gone for a moment.
+    """
+
+    def __init__(self, other: Callable[[], object] = int) -> None:
+        super().__init__()
+        self._others, self.gaps = [other], list[str]()
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "rename" and operation.args[0].endswith("/manifest.json"):
+            while self._others:
+                self._others.pop()()
+            if self._is_open(operation.args[0]):
+                self.gaps.append(operation.args[0])
+        return super().perform(number, operation, real)
+
+
+def test_on_a_network_no_open_manifest_is_replaced(root: Path) -> None:
+    saved(root, 1, 2, keep_last=9)
+    storage = Replacing()
+    with storage.mounted():
+        assert thin(root, 1, storage)
+    assert storage.gaps == [] and found(root) == {2: WHOLE, 1: "model"} and not left_over(root)
+
+
+def test_a_pin_on_a_network_beside_a_thinning(root: Path) -> None:
+    """The manifest is not locked when it is replaced there; the step is whole all the same."""
+    saved(root, 1, 2, keep_last=9)
+    storage = Replacing(lambda: pin(PosixSteps(Storage(), str(root)), 1))
+    with storage.mounted():
+        assert not thin(root, 1, storage)
+    assert found(root) == {2: WHOLE, 1: WHOLE} and not left_over(root)
+
+
+def test_a_retention_that_is_late_brings_nothing_back(root: Path) -> None:
+    """It has decided before that of the next save, which was faster."""
+    saved(root, 1, 2, keep_last=9)
+    assert thin(root, 1) and not thin(root, 1, parts={"model", "ema"})
+    assert not thin(root, 1, parts={"ema"}) and not thin(root, 1, parts={"optimizer"})
+    assert found(root) == {2: WHOLE, 1: "model"} and not left_over(root)
+
+
+def test_retentions_of_saves_that_overlap(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a save waits until those of the next ones have ended."""
+    thin_now, waiting, go_on = PosixSteps.thin, threading.Event(), threading.Event()
+
+    def late(steps: PosixSteps, name: str, nonce: str, parts: Any) -> bool:
+        if name.endswith("1") and {*parts} == PARTS and not waiting.is_set():
+            waiting.set()
+            assert go_on.wait(WAIT_S)
+        return thin_now(steps, name, nonce, parts)
+
+    monkeypatch.setattr(PosixSteps, "thin", late)
+    with job(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+        assert waiting.wait(WAIT_S)
+        for step in (3, 4):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+        wait_until(lambda: kept(root, 1) == ("model",), "the other retention is there")
+        go_on.set()
+    assert found(root) == {4: WHOLE, 3: BOTH, 2: "model", 1: "model"}
 
 
 # ---- the last operation ----
@@ -769,7 +847,7 @@ def has_all(there: dict[int, str], keep_last: int) -> bool:
 def test_a_process_that_is_killed(root: Path, storm: Storm) -> None:
     """At any moment: each step that was there is whole or thinned, as its place among them says."""
     last, kills, kinds = -1, 0, set()
-    for rng in storm.rounds(12, 400):
+    for rng in storm.rounds(12, 300):
         with Program(LIFE, root, rng.randrange(1, 120), KEEP_LAST) as life:
             for line in life.stdout:
                 word, number = line.split()
