@@ -120,9 +120,10 @@ class Checkpointer:
         keep_parts: if keep_last is set, maps top-level keys of the state to numbers of steps, such
             as {"model": 10}. Of the steps that are not kept for another reason, the 10 newest are
             thinned: the values under "model" stay, and the files of all others are removed.
-            Therefore each of these keys has files of its own in every step. The small values of
-            all keys are in one file, which stays; those under other keys can no longer be read.
-            Pinned steps are not thinned.
+            Therefore each of these keys has files of its own in every step; a tensor that also
+            occurs under another key is stored twice. Steps without such files are removed. The
+            small values of all keys are in one file, which stays; those under other keys can no
+            longer be read. Pinned steps are not thinned.
         local: a directory on storage of each node, such as NVMe, in which a step is committed
             first, so that a process that fails after handle.wait_local() loses nothing. The step is
             then drained to the root in the background; result() returns when it is committed there.
@@ -382,8 +383,8 @@ class Checkpointer:
         Args:
             state: a state with the structure of the saved one.
             step: the step to restore. Default: the step committed last; if this is damaged, the
-                step committed before it, with a warning, and so on. All ranks restore the same
-                step.
+                step committed before it, with a warning, and so on; thinned steps after all others.
+                All ranks restore the same step.
             weights_only: like torch.load's, for requested values that are not stored as tensors.
             required: raise if the root holds no committed step. Pass True in a job that must not
                 start from scratch because of a mistyped root.

@@ -99,7 +99,8 @@ def first_whole(
         agreement: a round for this restore alone.
         current: the pipeline that reads; no save of it to this root is in flight.
         shelves: the root, and other directories of steps that every rank sees.
-        step: the step to read. None: the step committed last; if it is damaged, the step before it.
+        step: the step to read. None: the step committed last; if it is damaged, the step before it;
+            thinned steps after all others.
         read: reads everything that this rank needs from a step.
         near: returns directories with copies of a step's files, which are preferred.
         required: raise an error if there is no step.
@@ -225,11 +226,14 @@ class _StepTrial(Trial[tuple[int, T]]):
             for item in readable(self._steps)
             if item.manifest.kept is None and item.manifest.nonce not in damaged
         ]
-        newest = f"step {whole[0]}" if whole else "none"
+        newest = (
+            f"the newest whole step is step {whole[0]}: restore that one, or"
+            if whole
+            else ("and no step is whole:")
+        )
         return (
-            f"of this step only {listed(map(repr, kept))} was kept (see keep_parts), the newest "
-            f"whole step is {newest}: restore that one, or pass only={kept[0] + '/*'!r} or "
-            'missing="keep"'
+            f"of this step only {listed(map(repr, kept))} was kept (see keep_parts), {newest} pass "
+            f'only={kept[0] + "/*"!r} or missing="keep"'
         )
 
 
@@ -338,7 +342,13 @@ def candidates(
             )
         if warn:
             warn_once(steps)
-    return [place for _order, place in ordered]
+    # A job goes back to a whole step rather than to a newer one that was thinned.
+    kept = {
+        (shelf_of[item.manifest.nonce], item.name)
+        for item in committed
+        if item.manifest.kept is not None
+    }
+    return sorted((place for _order, place in ordered), key=kept.__contains__)
 
 
 def survey_of_copy(steps: StepStore) -> list[Committed]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fastckpt import Checkpointer, PerRank
-from tests.crews.group_crew import Member, Outcome, attempt
+from fastckpt import Checkpointer, Memory, PerRank
+from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
 from tests.crews.steps_states import local, numbers, spread_by_group
 
 ROWS, COLUMNS = 514, 1031
@@ -35,6 +35,15 @@ def save_parts(member: Member, root: str, steps: list[int], options: dict[str, A
             checkpointer.save(step, parts(member, step)).result()
 
 
+def save_in_memory(member: Member, root: str, locals_: list[str], steps: list[int]) -> list[bool]:
+    """Saves in the memory of the nodes alone; returns whether the neighbours had each step."""
+    local = Memory(directory=locals_[member.rank], budget="256MiB", root_every=100)
+    options: dict[str, Any] = {"keep_last": 1, "keep_parts": {"model": 2, "own": 1}}
+    with Checkpointer(root, group=member.group, local=local, **options) as checkpointer:
+        handles = [checkpointer.save(step, parts(member, step)) for step in steps]
+        return [handle.wait_memory(WAIT_S) for handle in handles]
+
+
 def save_without_a_key(member: Member, root: str) -> Outcome:
     """The first rank's state lacks the key of keep_parts."""
     options: dict[str, Any] = {"keep_last": 1, "keep_parts": {"model": 1}}
@@ -50,9 +59,15 @@ def save_without_a_key(member: Member, root: str) -> Outcome:
 
 
 def restore_parts(
-    member: Member, root: str, step: int, kept: list[str] | None, ranks: int
+    member: Member,
+    root: str,
+    step: int,
+    kept: list[str] | None,
+    ranks: int,
+    locals_: list[str] | None = None,
 ) -> Outcome:
     """Restores these keys of a step that so many ranks saved, or all; looks at each value."""
+    local_ = locals_ and Memory(directory=locals_[member.rank], budget="256MiB", root_every=100)
 
     def body() -> None:
         wanted = parts(member, step)
@@ -70,5 +85,5 @@ def restore_parts(
             assert state["model"]["rng"].value == [member.rank, step]
             assert "own" not in state or torch.equal(state["own"].value, wanted["own"].value)
 
-    with Checkpointer(root, group=member.group) as checkpointer:
+    with Checkpointer(root, group=member.group, local=local_ or None) as checkpointer:
         return attempt(body)

@@ -362,7 +362,7 @@ def test_restore_of_all_of_it_is_refused(thinned: Path) -> None:
     shutil.rmtree(thinned / "step-00000003")
     with (
         job(thinned) as checkpointer,
-        pytest.raises(IncompatibleCheckpoint, match="the newest whole step is none"),
+        pytest.raises(IncompatibleCheckpoint, match="no step is whole: pass only='ema/"),
     ):
         checkpointer.restore(state(9))
 
@@ -371,9 +371,29 @@ def test_a_damaged_step_is_not_the_newest_whole_one(thinned: Path) -> None:
     flip(thinned / "step-00000003" / "objects.pt", 0.5)
     with (
         job(thinned) as checkpointer,
-        pytest.raises(IncompatibleCheckpoint, match=r"is damaged: .*newest whole step is none"),
+        pytest.raises(IncompatibleCheckpoint, match=r"is damaged: .*no step is whole"),
     ):
         checkpointer.restore(state(9))
+
+
+def test_a_job_goes_back_to_a_whole_step(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Past newer ones that were thinned, when the newest is damaged."""
+    options: dict[str, Any] = {"keep_best": BEST}
+    there = saved(root, 1, 2, 3, 4, losses={1: 0.0}, **options)
+    assert there == {4: WHOLE, 3: BOTH, 2: "model", 1: WHOLE}
+    with job(root, **options) as checkpointer:
+        assert checkpointer.restore(state(9)) == 4
+    flip(root / "step-00000004" / "rank-00000.safetensors", 0.8)
+    with job(root, **options) as checkpointer:
+        into = state(9)
+        assert checkpointer.restore(into) == 1 and flat(into) == of(1, WHOLE)
+        assert checkpointer.restore(into, 3, only="ema/*") == 3
+        with pytest.raises(IncompatibleCheckpoint, match="newest whole step is step 1"):
+            checkpointer.restore(into, 3)
+    assert "step-00000004" in caplog.text
+    flip(root / "step-00000001" / "rank-00000.safetensors", 0.8)
+    with job(root, **options) as checkpointer:
+        assert checkpointer.restore({"model": state(9)["model"]}) == 3
 
 
 def test_load_tells_of_it(thinned: Path, caplog: pytest.LogCaptureFixture) -> None:

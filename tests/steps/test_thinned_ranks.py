@@ -5,6 +5,8 @@ test_thinned.py's business.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,21 @@ def test_ranks_without_the_key_are_told(crew: Callable[[int], Crew], disk: Path)
     assert type(own.error) is ValueError and "keep_parts names 'model'" in str(own.error)
     assert type(other.error).__name__ == "PeerFailed" and "names 'model'" in str(other.error)
     assert not [*disk.rglob("manifest.json")]
+
+
+@pytest.mark.multiprocess
+def test_neighbours_have_every_part(crew: Callable[[int], Crew], disk: Path, local: Path) -> None:
+    """The memory of one node is lost."""
+    root, locals_ = disk / "run", [str(local / name) for name in "ab"]
+    for path in locals_:
+        os.mkdir(path)
+    assert crew(2)(bodies.save_in_memory, str(root), locals_, [1, 2]) == [[True, True]] * 2
+    assert not [*root.glob("step-*")]
+    shutil.rmtree(locals_[0])
+    os.mkdir(locals_[0])
+    for outcome in crew(2)(bodies.restore_parts, str(root), 2, None, 2, locals_):
+        if outcome.error is not None:
+            raise outcome.error
 
 
 @pytest.mark.parametrize("kind", ["directory", "memory"])
