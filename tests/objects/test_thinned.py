@@ -207,7 +207,7 @@ with small_shards():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
     """At any moment: each step that was there is whole or thinned, as its place among them says."""
     last, kinds, told = -1, set(), options(weed.port)

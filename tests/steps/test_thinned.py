@@ -173,6 +173,18 @@ def test_a_damaged_step_is_removed_rather_than_thinned(root: Path) -> None:
     assert found(root) == {5: WHOLE, 4: BOTH, 2: "model", 1: "model"}
 
 
+def test_a_thinned_step_does_not_count_among_the_last(root: Path) -> None:
+    """Of the steps that keep_last counts, a job could go on from each."""
+    there = saved(root, 1, 2, 3, 4, losses={1: 0.0}, keep_best=BEST)
+    assert there == {4: WHOLE, 3: BOTH, 2: "model", 1: WHOLE}
+    flip(root / "step-00000004" / "rank-00000.safetensors", 0.8)
+    with job(root, keep_last=2) as checkpointer:
+        assert checkpointer.restore(state(9)) == 1
+        checkpointer.save(5, state(5)).result(WAIT_S)
+    assert kept(root, 1) is None and kept(root, 5) is None
+    assert saved(root, 6, keep_last=2)[5] == WHOLE
+
+
 def test_the_attempts_at_one_step_count_once(root: Path) -> None:
     """The newest attempt alone is thinned; an older one neither stays nor comes back."""
     saved(root, 1, 2, keep_last=9)
@@ -182,7 +194,7 @@ def test_the_attempts_at_one_step_count_once(root: Path) -> None:
             checkpointer.save(step, state(step + 100)).result(WAIT_S)
     os.unlink(root / "step-00000001" / "pinned")
     assert len([*root.glob("step-00000001*")]) == 2
-    with job(root) as checkpointer:
+    with job(root, keep_parts={"model": 9, "ema": 1}) as checkpointer:
         for step in (3, 4):
             checkpointer.save(step, state(step + 100)).result(WAIT_S)
     assert found(root, lambda step: step + 100) == {**{4: WHOLE, 3: BOTH, 2: "model", 1: "model"}}
@@ -863,7 +875,7 @@ def has_all(there: dict[int, str], keep_last: int) -> bool:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_a_process_that_is_killed(root: Path, storm: Storm) -> None:
     """At any moment: each step that was there is whole or thinned, as its place among them says."""
     last, kills, kinds = -1, 0, set()
