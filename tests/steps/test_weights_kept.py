@@ -416,10 +416,10 @@ def test_a_root_of_other_steps_is_refused(root: Path) -> None:
 def test_a_newer_fastckpts_version_is_refused_by_name(chain: Path) -> None:
     path = step(chain, 4) / "manifest.json"
     content, _, _digest = path.read_bytes().rpartition(b',"sha256"')
-    path.write_bytes(sealed_bytes(content.replace(b'"version":3', b'"version":4')))
+    path.write_bytes(sealed_bytes(content.replace(b'"version":3', b'"version":5')))
     with (
         WeightSubscriber(chain) as subscriber,
-        pytest.raises(IncompatibleCheckpoint, match="has version 4"),
+        pytest.raises(IncompatibleCheckpoint, match="has version 5"),
     ):
         subscriber.next()
 
