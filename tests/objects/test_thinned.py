@@ -210,8 +210,10 @@ with small_shards():
 @pytest.mark.timeout(900)
 def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
     """At any moment: each step that was there is whole or thinned, as its place among them says."""
-    last, kinds, told = -1, set(), options(weed.port)
-    for rng in storm.rounds(2, 300):
+    last, kinds, told, above = -1, set(), options(weed.port), root
+    for number, rng in enumerate(storm.rounds(2, 300)):
+        if number % 20 == 0:  # who is killed again and again leaves ever more steps
+            root, last = f"{above}/{number}", -1
         with Program(LIFE, root, variables={**environment(weed.port)}) as life:
             last = told_by(life, "has", last)
             for _ in range(rng.choice([0, 1, 1, 2])):

@@ -549,7 +549,7 @@ def test_a_reader_beside_a_thinning(
     name: str, is_before: bool, step: int | None, root: Path
 ) -> None:
     """Whoever is first: the reader holds the step, or it finds the thinned one."""
-    saved(root, 1, 2, keep_last=9)
+    saved(root, 2, keep_last=9)
     done = list[bool]()
     manifest = root / "step-00000002" / "manifest.json"
     storage = Beside(name, manifest, lambda: done.append(thin(root, 2)), is_before)
@@ -563,7 +563,7 @@ def test_a_reader_beside_a_thinning(
             assert checkpointer.restore(into, 2, only="model/*") == 2
         assert flat(into["model"]) == flat(state(2)["model"])
     assert storage.has_met and done in ([True], [False])
-    assert found(root) == {1: WHOLE, 2: "model" if done == [True] else WHOLE}
+    assert found(root) == {2: "model" if done == [True] else WHOLE}
 
 
 @pytest.mark.parametrize(("name", "is_before"), READS)
