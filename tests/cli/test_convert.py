@@ -21,7 +21,7 @@ from fastckpt.cli import convert, main
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
-from tests.kit.interpreters import Program
+from tests.kit.interpreters import Program, let_go
 from tests.kit.kinds import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
 from tests.kit.noise import flip
 
@@ -407,6 +407,7 @@ def test_a_kill_leaves_no_half_result(to: str, write: int, disk: Path) -> None:
     (disk / "out").mkdir()
     program = Program(KILLED, path, disk / "out" / "x", to, write)
     assert program.wait(60) == -signal.SIGKILL
+    let_go(disk / "out")
     assert [name for name in os.listdir(disk / "out") if not name.startswith(".")] == []
     assert main(["repair", str(disk / "out"), "--yes"]) == 0
     assert os.listdir(disk / "out") == []
