@@ -128,5 +128,5 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of the pac
         return value
 
     def __dir__() -> list[str]:
-        """Returns the names of the module, including those that are not imported yet."""
-        return sorted({*globals(), *_NAMED_LATER})
+        """Returns the public names, including those that are not imported yet."""
+        return sorted({*__all__, *_NAMED_LATER})

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from fastckpt.api.catalog import Catalog
 from fastckpt.arguments.checks import (
     Codec,
     KeepBest,
-    Mode,
     check_callable,
     check_deadline,
     check_flag,
@@ -50,7 +51,7 @@ from fastckpt.state.fit import Differences, Dtypes, Fit, Mismatched, Missing, Re
 from fastckpt.state.template import Template
 from fastckpt.state.tree import State
 from fastckpt.steps import log as save_log
-from fastckpt.steps import pins, retention
+from fastckpt.steps import retention
 from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
@@ -71,7 +72,7 @@ _NO_DIFFERENCES = Differences((), (), {}, ())
 _savers: WeakValueDictionary[tuple[int, str], Checkpointer] = WeakValueDictionary()
 
 
-class Checkpointer:
+class Checkpointer(Catalog):
     """Saves and restores the steps of a training run, in the background and on any parallelism.
 
     Every rank of the group creates a Checkpointer with the same root and calls the same methods in
@@ -155,6 +156,11 @@ class Checkpointer:
         log: whether the first rank appends one line of JSON for each save, with the timings of all
             ranks, to `saves.jsonl` in the root; `fastckpt report` reads this file.
         before_commit: see fastckpt.save().
+        on_commit: called as on_commit(step, handle) on every rank when a step is committed (with
+            `local`, in the root), on the save's own thread, which has not yet removed older steps.
+            An error that it raises is logged.
+        on_failure: called likewise as on_failure(step, error) when a save has failed or was
+            cancelled.
 
     Attributes:
         restored_from: maps the name of each file that the last restore() or load() needed on this
@@ -185,6 +191,8 @@ class Checkpointer:
         max_writers: int | None = None,
         log: bool = False,
         before_commit: Veto | None = None,
+        on_commit: Callable[[int, SaveHandle], object] | None = None,
+        on_failure: Callable[[int, BaseException], object] | None = None,
     ) -> None:
         timeout_s = check_options(options).timeout_s
         self._root = real_path(path_of("root", root, storage_options, timeout_s), timeout_s)
@@ -198,6 +206,9 @@ class Checkpointer:
             opened.push(self._coordinator.give_up)
             check_flag("log", log)
             optional(check_callable, "before_commit", before_commit)
+            optional(check_callable, "on_commit", on_commit)
+            optional(check_callable, "on_failure", on_failure)
+            self._on_commit, self._on_failure = on_commit, on_failure
             self._options = StepOptions.of(
                 options,
                 pacing=Pacing(drain_rate, max_writers),
@@ -234,6 +245,7 @@ class Checkpointer:
         state: Any,
         *,
         metrics: Mapping[str, Any] | None = None,
+        metadata: Any = None,
         deadline_s: float | None = None,
     ) -> SaveHandle:
         """Starts a save of a step in the background. All ranks must call it with the same step.
@@ -243,6 +255,8 @@ class Checkpointer:
             state: see the class.
             metrics: numbers or texts to store with the step, by name. Only the first rank's metrics
                 are stored. Metrics that are None are left out.
+            metadata: a JSON value of at most 64 KiB to store with the step, such as the run's
+                configuration; only the first rank's is stored. metadata(step) returns it.
             deadline_s: the number of seconds until the job ends, for example after StopSignals has
                 reported a stop signal; all ranks or none must pass it. drain_rate and max_writers
                 do not delay this save. Without `local`, drain_rate also no longer delays the saves
@@ -277,6 +291,7 @@ class Checkpointer:
         optional(check_deadline, "deadline_s", deadline_s)
         by = None if self._coordinator.rank else self._options.keep_best
         own_metrics = retention.checked_metrics(self._steps, step, metrics, by)
+        metadata = retention.checked_metadata(metadata)
         current = self._changing()
         options, label = self._options, f"step {step} of {self.root!r}"
         if deadline_s is not None:
@@ -292,6 +307,7 @@ class Checkpointer:
                 failing.enter_context(draining.failing())
             path = self._steps.plain_path(step)
             handle = InnerHandle(path, started, kind=self._root, on_error=options.on_error)
+            handle.add_done_callback(partial(_call, step, self._on_commit, self._on_failure))
             if deadline_s is None:
                 current.raise_unreported(path, handle.kind, options.on_error)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
@@ -325,6 +341,7 @@ class Checkpointer:
                 step,
                 content,
                 own_metrics,
+                metadata,
                 place,
                 options,
                 current.storage,
@@ -504,72 +521,21 @@ class Checkpointer:
         self._tell("loaded", result[0], started)
         return result[1]
 
-    def steps(self) -> list[int]:
-        """Returns the committed steps, ascending, as this rank sees the directory now. Raises
-        StorageError if the directory or a manifest could not be read in several attempts.
-        """
-        infos, _faults = self._steps.survey()
-        return sorted({item.manifest.step for item in infos})
-
-    def latest(self) -> int | None:
-        """Returns the step committed last, which need not have the highest number, as this rank
-        sees the directory now; None if there is none. Raises StorageError like steps().
-        """
-        infos, _faults = self._steps.survey()
-        return infos[0].manifest.step if infos else None
-
-    def best(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """Returns the step with the best value of a metric, or the first one of equal steps. Waits
-        for this process's saves to the root, and reads the directory as this rank sees it. Returns
-        None if no step has the metric; do not pass None on to restore(), which would restore the
-        newest step. Only manifests are read, so a step with damaged files counts until this process
-        has read these files.
-
-        Args:
-            metric: the metric's name; None: that of keep_best.
-            mode: whether the lowest ("min") or highest ("max") value is the best. None: the mode of
-                keep_best for its metric, "min" for any other.
+    def wait(self) -> None:
+        """Waits until all saves of this Checkpointer have ended (with `local`, in the root), and
+        the steps that they replace are removed. Further saves are possible.
 
         Raises:
-            ValueError: neither metric nor keep_best is set.
-            StorageError: see steps().
+            CheckpointError: see close().
         """
-        by = retention.criterion(self._options.keep_best, metric, mode)
-        pipeline.current().wait_for(self._root, ended=True)
-        return retention.best(self._steps, by)
+        self._saves.wait()
+        self._current().wait_for(self._root, ended=True)
+        self._saves.raise_first()
 
-    def pin(self, step: int) -> None:
-        """Protects a committed step from removal by keep_last, by delete() or by another save of
-        the same step, in this and all other processes, until unpin(). One rank's call suffices.
-        Waits for this process's saves to the root.
-
-        Raises:
-            CheckpointError: the root holds no such step.
-            StorageError: it cannot be pinned.
-            ValueError: see save().
-        """
-        self._changing().wait_for(self._root, ended=True)
-        pins.pin(self._steps, check_integer("step", step))
-
-    def unpin(self, step: int) -> None:
-        """Permits the removal of a step again; it need not be pinned. Otherwise like pin()."""
-        self._changing().wait_for(self._root, ended=True)
-        pins.unpin(self._steps, check_integer("step", step))
-
-    def delete(self, step: int) -> None:
-        """Removes a step if called on the first rank; does nothing on other ranks. Copies of the
-        step on other nodes become unusable at once, and the next restore removes them. Waits for
-        this process's saves to the root.
-
-        Raises:
-            CheckpointError: there is no such step, it is pinned, or it is being read.
-            StorageError: it cannot be removed.
-            ValueError: see save().
-        """
-        self._changing().wait_for(self._root, ended=True)
-        if self._coordinator.rank == 0:
-            shelves = [self._steps, *([] if self._tier is None else [self._tier.steps])]
-            pins.delete(shelves, check_integer("step", step))
+    def __repr__(self) -> str:
+        running = len(self._saves.running())
+        state = "closed" if self._closed else f"{running} save{'s' * (running != 1)} in flight"
+        return f"<Checkpointer of {self.root!r}: {state}>"
 
     def close(self) -> None:
         """Waits for the saves in flight and leaves the group. Idempotent. The first Ctrl-C logs the
@@ -691,3 +657,17 @@ class Checkpointer:
             return first_whole(agreement, current, [self._steps], step, noting, required=required)
         options = self._options
         return first_whole_of_tiers(agreement, current, tier, options, step, noting, required)
+
+
+def _call(
+    step: int,
+    on_commit: Callable[[int, SaveHandle], object] | None,
+    on_failure: Callable[[int, BaseException], object] | None,
+    handle: InnerHandle,
+) -> None:
+    """Calls one of the caller's functions at the end of a save."""
+    error = handle.failure()
+    if error is None and on_commit is not None:
+        on_commit(step, handle)
+    if error is not None and on_failure is not None:
+        on_failure(step, error)

@@ -64,6 +64,7 @@ def _rows(steps: StepStore, *, is_local: bool) -> Iterator[dict[str, Any]]:
             "bases": sorted(numbers[base] for base in manifest.bases if base in numbers),
             "metrics": manifest.metrics,
             "kept": manifest.kept,
+            "metadata": manifest.metadata,
             "pinned": is_pinned(steps, name),
         }
     for fault in faults:

@@ -157,6 +157,9 @@ class SaveStats:
         spans = [(name, clocks[begin], clocks[end]) for name, begin, end in ends]
         return [span for span in spans if None not in span]
 
+    def __repr__(self) -> str:
+        return f"<SaveStats: {self}>"
+
     def __str__(self) -> str:
         """Returns one line: bytes, time, rate, how long the caller was blocked, and the backend."""
         nbytes, whose = self.nbytes, shown_share(self.ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import struct
 import zlib
@@ -34,12 +35,13 @@ from fastckpt.plan.boxes import span
 
 FORMAT, VERSION = "fastckpt-step", 2
 DELTA_VERSION = 3  # of the manifest of a step that has files with differences
-PARTS_VERSION = 4  # of the manifest of a step that has files for parts of the state
+LATER_VERSION = 4  # of the manifest of a step that has metadata, or files for parts of the state
 MANIFEST, OBJECTS = "manifest.json", "objects.pt"
 MANIFEST_BYTES_MAX = 1 << 28
 WRITER_BYTES_MAX = 1536
 KEYS_MAX = 128
 METRICS_MAX, METRIC_CHARS_MAX = 256, 256
+METADATA_BYTES_MAX = 1 << 16
 SEQUENCE_MAX = 1 << 62  # half of what fits: whatever a step claims, numbers are left for later ones
 
 _BEGINNING = f'{{"format":"{FORMAT}",'.encode()  # of each version
@@ -51,7 +53,7 @@ _CLOSING = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 _CLOSING_BYTES = 78
 # Keys of the state that may have files of their own, whose names contain the key.
 PART = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
-_VERSIONS = (VERSION, DELTA_VERSION, PARTS_VERSION)
+_VERSIONS = (VERSION, DELTA_VERSION, LATER_VERSION)
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class Manifest:
         objects: the file of all values that are not in shards.
         writers: the writers by ascending rank, without ranks that stored nothing.
         metrics: the metrics passed to save(), by name: finite numbers or texts.
+        metadata: the metadata passed to save(), a JSON value; None if there is none.
         kept: the keys of the state that a thinned step still has, ascending; None if the step is
             whole.
     """
@@ -199,6 +202,7 @@ class Manifest:
     objects: ObjectsFile
     writers: tuple[Writer, ...]
     metrics: Mapping[str, float | str] = field(default_factory=dict, hash=False)
+    metadata: Any = field(default=None, hash=False)
     kept: tuple[str, ...] | None = None
 
     @property
@@ -260,6 +264,8 @@ class Manifest:
             "metrics": self.metrics,
             "objects": objects,
         }
+        if self.metadata is not None:
+            written["metadata"] = self.metadata
         if self.kept is not None:
             written["kept"] = [*self.kept]
         written["writers"] = [writer._written() for writer in self.writers]
@@ -275,8 +281,8 @@ class Manifest:
 
     @property
     def _version(self) -> int:
-        if self.parts or self.kept is not None:
-            return PARTS_VERSION
+        if self.parts or self.kept is not None or self.metadata is not None:
+            return LATER_VERSION
         return DELTA_VERSION if self.bases else VERSION
 
     @classmethod
@@ -314,6 +320,7 @@ class Manifest:
             objects=ObjectsFile(objects["file"], objects["nbytes"], int(objects["crc32"], 16)),
             writers=tuple(map(Writer._of_written, written["writers"])),
             metrics=written["metrics"],
+            metadata=written.get("metadata"),
             kept=tuple(written["kept"]) if "kept" in written else None,
         )
 
@@ -327,7 +334,12 @@ def validate(manifest: Any) -> None:
         "writers": list,
     }
     is_thinned = isinstance(manifest, dict) and "kept" in manifest
-    check_members(manifest, kinds | ({"kept": list} if is_thinned else {}), "it")
+    has_metadata = isinstance(manifest, dict) and "metadata" in manifest
+    kinds |= {"kept": list} if is_thinned else {}
+    others = manifest
+    if has_metadata:  # any JSON value
+        others = {name: value for name, value in manifest.items() if name != "metadata"}
+    check_members(others, kinds, "it")
     if manifest["format"] != FORMAT or manifest["version"] not in _VERSIONS:
         raise ValueError(f"it is a {shown(manifest['format'])} of version {manifest['version']}")
     validate_metrics(manifest["metrics"])
@@ -351,14 +363,34 @@ def validate(manifest: Any) -> None:
     if len(names) != 2 + 2 * len(manifest["writers"]):
         raise ValueError("a file is named twice")
     has_base = any("base" in writer for writer in manifest["writers"])
-    has_parts = is_thinned or any("part" in writer for writer in manifest["writers"])
-    fitting = PARTS_VERSION if has_parts else DELTA_VERSION if has_base else VERSION
-    if manifest["version"] != fitting or (has_base and has_parts):
-        raise ValueError(
-            f"version {manifest['version']} does not fit to its writers' bases and parts"
-        )
+    is_later = is_thinned or has_metadata
+    is_later = is_later or any("part" in writer for writer in manifest["writers"])
+    fitting = LATER_VERSION if is_later else DELTA_VERSION if has_base else VERSION
+    if manifest["version"] != fitting or (has_base and is_later):
+        raise ValueError(f"version {manifest['version']} does not fit to its other members")
+    if has_metadata:
+        validate_metadata(manifest["metadata"])
     if is_thinned:
         _validate_kept(manifest)
+
+
+def validate_metadata(value: object) -> None:
+    """Raises ValueError unless a manifest can hold this metadata."""
+    try:
+        content = encode(value).encode()
+        is_same = decode(content) == value
+        json.dumps(value, ensure_ascii=False).encode()  # raises if a text is not Unicode
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the metadata is not a JSON value: {error}") from None
+    if not is_same:  # such as keys that are numbers, or a tuple
+        raise ValueError(
+            "the metadata is not a JSON value: it may consist of dicts with texts as keys, lists, "
+            "texts, numbers, True, False and None"
+        )
+    if len(content) > METADATA_BYTES_MAX:
+        raise ValueError(
+            f"the metadata has {len(content)} bytes as JSON, must have at most {METADATA_BYTES_MAX}"
+        )
 
 
 def validate_metrics(metrics: Mapping[str, object]) -> None:

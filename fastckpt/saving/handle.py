@@ -64,11 +64,23 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         elif self.done():
             state = f"committed: {self.stats}"
         else:
-            state = "writing" if self._staged.is_set() else "copying"
+            state = f"writing: {self._how_far()}" if self._staged.is_set() else "copying"
             if self._is_cancelled:
                 state += ", cancel() was called"
         target = repr(self.path) if self.path else f"{self._target} object"
         return f"<{self._shown} {target}: {state}>"
+
+    def _how_far(self) -> str:
+        """Returns the progress of the save on this rank as a text."""
+        if self.stats.local_committed_s is not None:
+            return "it is committed on the nodes and is being copied to the root"
+        written, total = self.progress()
+        size, whose = shown_size(total), shown_share(self.stats.ranks)
+        if not total:
+            return "nothing is written yet"
+        if written == total:
+            return f"all {size}{whose} are written, but not committed"
+        return f"{shown_size(written)} of {size}{whose} are written ({100 * written // total} %)"
 
     def result(self, timeout: float | None = None) -> SaveStats:
         """Waits for the commit and returns the SaveStats. Raises the save's error, or TimeoutError
@@ -263,6 +275,7 @@ class InnerHandle(SaveHandle):
             self.add_done_callback(log_failure)
 
     subject = SaveHandle._subject
+    how_far = SaveHandle._how_far
     failure = SaveHandle._failure
     check_wait = SaveHandle._check_wait
 
@@ -301,18 +314,6 @@ class InnerHandle(SaveHandle):
         drop()
 
     _note_reported = note_reported
-
-    def how_far(self) -> str:
-        """Returns the progress of the save on this rank as a text."""
-        if self.stats.local_committed_s is not None:
-            return "it is committed on the nodes and is being copied to the root"
-        written, total = self.progress()
-        size, whose = shown_size(total), shown_share(self.stats.ranks)
-        if not total:
-            return "nothing is written yet"
-        if written == total:
-            return f"all {size}{whose} are written, but not committed"
-        return f"{shown_size(written)} of {size}{whose} are written ({100 * written // total} %)"
 
     def mark_writing(self, progress: Callable[[], Progress] | None) -> None:
         """Sets the function that returns the progress; None: the save has ended."""

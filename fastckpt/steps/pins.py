@@ -38,6 +38,16 @@ def unpin(steps: StepStore, step: int) -> None:
     _change(steps, step, change, None)
 
 
+def newest_attempt(steps: StepStore, step: int) -> Committed:
+    """Returns the newest committed attempt at a step. Raises CheckpointError if there is none, and
+    StorageError.
+    """
+    attempts = _attempts(steps, step)
+    if not attempts:
+        raise _none([steps], step)
+    return attempts[0]
+
+
 def is_pinned(steps: StepStore, name: str) -> bool:
     """Returns whether a step is pinned; a file of any type is a pin. Raises StorageError."""
     path = steps.path(name, PINNED)

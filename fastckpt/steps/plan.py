@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -257,7 +258,7 @@ class StepPlan(Plan):
 
     Args:
         content: this rank's part of the state.
-        metrics: the step's metrics, which the manifest records.
+        metrics, metadata: those of the step, which the manifest records.
         memo: records the names of tensors and values that differ between ranks.
     """
 
@@ -268,6 +269,7 @@ class StepPlan(Plan):
         step: int,
         content: Content,
         metrics: Mapping[str, float | str],
+        metadata: Any,
         place: StepPlace,
         options: StepOptions,
         storage: Storage,
@@ -280,7 +282,7 @@ class StepPlan(Plan):
         self._agreement = agreement
         self._step = step
         self._content: Content | None = content
-        self._metrics = metrics
+        self._metrics, self._metadata = metrics, metadata
         self._place = place
         self._options = options
         self._storage = storage
@@ -388,6 +390,7 @@ class StepPlan(Plan):
                 objects=objects.written,
                 writers=writers,
                 metrics=self._metrics,
+                metadata=self._metadata,
             )
 
         self._place.publish(manifest)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 from fastckpt.arguments.checks import MODES, KeepBest, Mode, check_choice, check_metrics
 from fastckpt.arguments.names import listed
 from fastckpt.errors import StorageError
-from fastckpt.formats.manifest import validate_metrics
+from fastckpt.formats.manifest import validate_metadata, validate_metrics
 from fastckpt.formats.step_names import step_of
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.store import Committed, StepStore, in_order
@@ -221,6 +223,12 @@ def checked_metrics(
             by[0],
         )
     return result
+
+
+def checked_metadata(metadata: Any) -> Any:
+    """Returns a copy of metadata, which may be None. Raises ValueError unless it is small JSON."""
+    validate_metadata(metadata)
+    return copy.deepcopy(metadata)
 
 
 def _entry(steps: StepStore, item: Committed, by: KeepBest | None) -> Entry:

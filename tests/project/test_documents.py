@@ -103,7 +103,6 @@ with fastckpt.Checkpointer("run") as checkpointer:
 BEFORE["monitoring.md"] = """
 import queue, types
 step, calls = 1, queue.Queue()
-checkpointer = fastckpt.Checkpointer("monitored")
 wandb = types.SimpleNamespace(log=lambda found: calls.put(("wandb", *found)))
 mlflow = types.SimpleNamespace(log_metrics=lambda found, step: calls.put(("mlflow", *found)))
 writer = types.SimpleNamespace(add_scalar=lambda name, value, step: calls.put(("board", name)))
@@ -111,6 +110,7 @@ writer = types.SimpleNamespace(add_scalar=lambda name, value, step: calls.put(("
 END = {
     "monitoring.md": """
 checkpointer.close()
+assert Path("newest.txt").read_text() == f"1 {os.path.abspath('run/step-00000001')}"
 found = sorted(calls.get(timeout=60) for _ in range(5))
 names = ("stall_s", "durable_s", "bytes")
 wanted = [("board", f"checkpoint/{name}") for name in sorted(names)]

@@ -20,7 +20,7 @@ from tests.kit.paths import ROOT
 
 def test_a_checkpointer_takes_few_arguments_and_each_of_them_chooses() -> None:
     arguments = [*inspect.signature(fastckpt.Checkpointer).parameters]
-    assert len(arguments) <= 15, arguments
+    assert len(arguments) <= 17, arguments
     for name, hint in get_type_hints(fastckpt.Checkpointer.__init__).items():
         values = [value for part in (hint, *get_args(hint)) for value in get_args(part)]
         texts = [value for value in values if isinstance(value, str)]

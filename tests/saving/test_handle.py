@@ -38,6 +38,7 @@ from tests.kit.saves import (
     temporaries,
     wait_until,
 )
+from tests.kit.steps import held_up
 
 __all__ = ["every_test_settles"]  # a fixture
 
@@ -745,6 +746,14 @@ def test_a_handle_shows_its_path_and_how_far_it_is(disk: Path) -> None:
     failed = fastckpt.save(filled(1), disk / TOO_LONG)
     error = failed.exception(WAIT_S)
     assert repr(failed) == f"<SaveHandle {failed.path!r}: failed: StorageError: {error}>"
+
+
+def test_a_handle_shows_how_much_is_written(disk: Path) -> None:
+    with held_up("sync") as (_storage, go_on):
+        handle = fastckpt.save({"w": torch.ones(1 << 20)}, disk / "a.pt")
+        wait_until(lambda: "a.pt': writing: all 4.02 MiB are written, but" in repr(handle))
+        go_on.set()
+        assert repr(handle.result(WAIT_S)).startswith("<SaveStats: 4.02 MiB in ")
 
 
 def test_a_save_to_an_object_tells_its_type_and_size(disk: Path) -> None:
