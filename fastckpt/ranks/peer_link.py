@@ -116,12 +116,12 @@ class PeerLink:
             raise ConnectionAbortedError("a message does not belong to this job")
         return message
 
-    def send_file(self, fd: int, nbytes: int) -> dict[str, Any]:
-        """Sends the first nbytes bytes of a file; returns the answer that the receiver sends at the
-        end. Until then the file must stay open and unchanged, because the kernel sends its pages,
-        not copies.
+    def send_file(self, fd: int, nbytes: int, begin: int = 0) -> dict[str, Any]:
+        """Sends the first nbytes bytes of a file except those before `begin`; returns the answer
+        that the receiver sends at the end. Until then the file must stay open and unchanged,
+        because the kernel sends its pages, not copies.
         """
-        at, poll = 0, select.poll()
+        at, poll = begin, select.poll()
         poll.register(self._socket, select.POLLOUT)
         while at < nbytes:
             left_s = self._left_s()
