@@ -58,8 +58,8 @@ class _Snapshot:
 
 
 def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.remove(path)
+    with suppress(FileNotFoundError):  # its save was cancelled before
+        pipeline.current().storage.remove(path)
 
 
 class Transport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
@@ -102,13 +102,14 @@ class Transport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
         self._last: SaveHandle | None = None
         self._changed, self._is_closed = threading.Condition(), False
         self._count = 0
-        atomic.remove_dead_directories(pipeline.current().storage, os.fspath(directory))
+        storage = pipeline.current().storage
+        atomic.remove_dead_directories(storage, os.fspath(directory))
         self._directory = atomic.temporary_path(os.path.join(directory, "fastckpt-healing"))
-        os.mkdir(self._directory, 0o700)
+        storage.make_directory(self._directory)
         try:
             self._listener = Listener(address or _own_address())
         except BaseException:
-            os.rmdir(self._directory)
+            storage.remove_directory(self._directory)
             raise
         self._secret = os.urandom(32)
         self._listener.start(self._secret, self._serve)
@@ -287,7 +288,7 @@ class Transport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
 
     def _remove_directory(self) -> None:
         with suppress(OSError):  # another thread still receives, and removes it then
-            os.rmdir(self._directory)
+            pipeline.current().storage.remove_directory(self._directory)
 
 
 def _own_address() -> str:

@@ -45,7 +45,7 @@ def main(lighthouse: str, name: str, last: Path, directory: str) -> None:
         optimizer.load_state_dict(state["optimizer"])
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
+    group = Manager(
         pg=ProcessGroupGloo(timeout=WITHIN),
         load_state_dict=load_state_dict,
         state_dict=state_dict,
@@ -62,18 +62,18 @@ def main(lighthouse: str, name: str, last: Path, directory: str) -> None:
         hostname="localhost",
         checkpoint_transport=Transport(address="127.0.0.1", directory=directory),
     )
-    trained = DistributedDataParallel(manager, model)
-    wrapped = Optimizer(manager, optimizer)
-    while not last.exists() or manager.current_step() < int(last.read_text()):
-        generator = torch.Generator().manual_seed(manager.current_step())
+    trained = DistributedDataParallel(group, model)
+    wrapped = Optimizer(group, optimizer)
+    while not last.exists() or group.current_step() < int(last.read_text()):
+        generator = torch.Generator().manual_seed(group.current_step())
         batch = torch.randn(4, 64, generator=generator)
         wrapped.zero_grad()
         trained(batch).square().mean().backward()
-        before = manager.current_step()
+        before = group.current_step()
         wrapped.step()
-        if manager.current_step() > before:
-            print(manager.current_step(), digest(model, optimizer), flush=True)
-    manager.shutdown()
+        if group.current_step() > before:
+            print(group.current_step(), digest(model, optimizer), flush=True)
+    group.shutdown()
 
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ def content_of(step: int) -> bytes:
 
 def send_whole(link: PeerLink, content: bytes, step: int = 3) -> None:
     link.send({"step": step, "nbytes": len(content)})
-    with suppress(OSError):
+    with suppress(OSError):  # the receiver has hung up
         link._send(content)
         link.receive()
 
