@@ -345,8 +345,8 @@ def _disk(job: Job, found: Advice) -> list[tuple[str, str]]:
     grows = found.growth_bytes_per_day
     if job.keep_last is None or found.disk_bytes is None:
         return [("all stay, without keep_last", f"grows by {shown_size(grows or 0)} a day")]
-    kept = f"{job.keep_last} newest" + (f", {job.keep_best} best" if job.keep_best else "")
-    rows = [(f"{kept}, and the one being written", shown_size(found.disk_bytes))]
+    policy = f"{job.keep_last} newest" + (f", {job.keep_best} best" if job.keep_best else "")
+    rows = [(f"{policy}, and the one being written", shown_size(found.disk_bytes))]
     if grows is None:
         text = f"grows by {shown_size(job.nbytes)} every {job.keep_every} steps"
         rows.append(("those of keep_every", f"{text} (give --step-time for a day)"))

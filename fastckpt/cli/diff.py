@@ -20,7 +20,7 @@ from fastckpt.cli.shared_arguments import is_directory, parts, shown_name
 from fastckpt.formats import file_list
 from fastckpt.formats.hugging_face import INDEX_SUFFIX
 from fastckpt.formats.value_names import dotted
-from fastckpt.lazy.object_digests import digest
+from fastckpt.lazy.value_digests import digest
 from fastckpt.saving import pipeline
 
 _PART_BYTES = 64 << 20  # compared at a time
@@ -57,8 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     local, rules = arguments.local, dict(arguments.rename)
     with opened(arguments.a, local, rules or None) as a, opened(arguments.b, local) as b:
         in_a, in_b = _by_name(a, a, b), _by_name(b, b, a)
-        told = {**in_a, **in_b, **(in_a if a.has_paths else {})}  # the names that inspect lists
-        names = [name for name in told if fnmatch.fnmatchcase(told[name], arguments.glob)]
+        # The names that inspect lists.
+        shown_names = {**in_a, **in_b, **(in_a if a.has_paths else {})}
+        names = [
+            name for name in shown_names if fnmatch.fnmatchcase(shown_names[name], arguments.glob)
+        ]
         only_a = [name for name in names if name not in in_b]
         only_b = [name for name in names if name not in in_a]
         both = [name for name in names if name in in_a and name in in_b]
@@ -66,15 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
         with progress(sum(a[in_a[name]].nbytes for name in both), "compared") as done:
             for name in _in_file_order(both, a, in_a, b, in_b):
                 difference = compare(a[in_a[name]], b[in_b[name]], done)
-                differences += [difference._replace(name=told[name])] if difference else []
+                differences += [difference._replace(name=shown_names[name])] if difference else []
         differences.sort(key=lambda each: each.size, reverse=True)
         objects = _objects(_digests(a, b, arguments.a), _digests(b, a, arguments.b), arguments.glob)
         others = {"A": a.others, "B": b.others}
     equal = len(both) - len(differences)
     if arguments.json:
         summary = {
-            "only_a": [told[name] for name in only_a],
-            "only_b": [told[name] for name in only_b],
+            "only_a": [shown_names[name] for name in only_a],
+            "only_b": [shown_names[name] for name in only_b],
             "different": [difference._asdict() for difference in differences],
             "equal": equal,
             "objects": objects,
@@ -82,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(summary, indent=1))
     else:
-        _print_only(map(told.__getitem__, only_a), map(told.__getitem__, only_b))
+        _print_only(map(shown_names.__getitem__, only_a), map(shown_names.__getitem__, only_b))
         for difference in differences:
             print(f"{shown_name(difference.name)}: {difference.text}")
         _print_objects(objects)
@@ -135,8 +138,8 @@ def _digests(
     """Returns the digests of values that are not tensors, by the names used for comparison, and
     those of the JSON files in the directory of another program, by their names.
     """
-    found, storage = tensors.digests(), pipeline.current().storage
-    result = {name: found[own] for name, own in _by_name(found, tensors, others).items()}
+    digests, storage = tensors.digests(), pipeline.current().storage
+    result = {name: digests[own] for name, own in _by_name(digests, tensors, others).items()}
     if tensors.has_paths or not is_directory(path):
         return result
     for name in sorted(storage.names(path)):
@@ -153,14 +156,14 @@ def _objects(in_a: dict[str, str | None], in_b: dict[str, str | None], glob: str
     """Returns the names of objects by the result of their comparison."""
     names = [name for name in {**in_a, **in_b} if fnmatch.fnmatchcase(name, glob)]
     both = {name: (in_a[name], in_b[name]) for name in names if name in in_a and name in in_b}
-    known = {name: pair for name, pair in both.items() if None not in pair}
-    different = {name: pair for name, pair in known.items() if pair[0] != pair[1]}
+    comparable = {name: pair for name, pair in both.items() if None not in pair}
+    different = {name: pair for name, pair in comparable.items() if pair[0] != pair[1]}
     return {
-        "equal": len(known) - len(different),
+        "equal": len(comparable) - len(different),
         "different": different,
         "only_a": [name for name in names if name not in in_b],
         "only_b": [name for name in names if name not in in_a],
-        "not_compared": [name for name in both if name not in known],
+        "not_compared": [name for name in both if name not in comparable],
     }
 
 

@@ -40,22 +40,22 @@ class _Kind(NamedTuple):
 
 @collection_paused()  # collection would take longer than making 100,000 descriptions
 def run(arguments: argparse.Namespace) -> int:
-    names, kinds, told = list[str](), list[_Kind](), dict[str, Any]()
+    names, kinds, facts = list[str](), list[_Kind](), dict[str, Any]()
     path = os.path.realpath(arguments.path)
     try:
         with opened(arguments.path, arguments.local) as tensors:
             names, kinds = _listed(tensors, arguments.glob)
-            told = {"path": tensors.path, "kind": tensors.kind, "verified": tensors.is_verified}
-            told |= {**tensors.facts, "others": tensors.others}
+            facts = {"path": tensors.path, "kind": tensors.kind, "verified": tensors.is_verified}
+            facts |= {**tensors.facts, "others": tensors.others}
             inner = path_of("path", tensors.path)
         path = inner if is_directory(inner) else path
     except CheckpointError as error:  # its subclasses tell of damage
         if type(error) is not CheckpointError or not is_of_trainer(path):
             raise
         kind = "a checkpoint of Trainer without tensors that fastckpt reads"
-        told = {"path": path, "kind": kind, "verified": False, "others": {}}
+        facts = {"path": path, "kind": kind, "verified": False, "others": {}}
     nbytes = sum(kind.row["nbytes"] for kind in kinds)
-    summary = {**told, "tensors": len(names), "nbytes": nbytes}
+    summary = {**facts, "tensors": len(names), "nbytes": nbytes}
     if is_directory(path):
         storage = pipeline.current().storage
         is_deep = is_of_trainer(path) or is_there(os.path.join(path, file_list.NAME))
@@ -117,8 +117,8 @@ def _kind(text: str, nbytes: int, shape: tuple[int, ...], shards: tuple[Any, ...
 
 
 def _print(told: dict[str, Any], names: list[str], kinds: list[_Kind]) -> None:
-    known = ("step", "saved", "ranks", "files", "thinned to")
-    facts = [f"{name} {shown_name(str(told[name]))}" for name in known if name in told]
+    shown_facts = ("step", "saved", "ranks", "files", "thinned to")
+    facts = [f"{name} {shown_name(str(told[name]))}" for name in shown_facts if name in told]
     checked = "verified when read" if told["verified"] else "without block checksums"
     end = f"; {', '.join(facts)}" if facts else ""
     print(f"{shown_name(told['path'])}: {told['kind']}, {checked}{end}")

@@ -74,9 +74,9 @@ def _dtypes(text: str) -> str | dict[str, str]:
             return text if text in _DTYPES else rules
     except (ValueError, TypeError, SyntaxError, AttributeError, MemoryError, RecursionError):
         pass  # it is neither
-    told = ", ".join(_DTYPES)
+    choices = ", ".join(_DTYPES)
     raise argparse.ArgumentTypeError(
-        f"{text!r} must be one of {told}, or a dict of globs and these"
+        f"{text!r} must be one of {choices}, or a dict of globs and these"
     )
 
 

@@ -279,7 +279,7 @@ def _named(
     # All tensors are kept, so that their memory is not reused.
     tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
     named = [(old, tensor.dtype) for old, tensor in tensors]
-    found, taken = list[SharedTensor](), dict[str, str]()
+    shared, taken = list[SharedTensor](), dict[str, str]()
     identities: set[object] = set()
     misfits: list[str] = []
     for number, name, stored in chosen(named, dtype, rename, only):
@@ -296,14 +296,14 @@ def _named(
         identities.add(held.identity)
         take_name(name, old, taken)
         leaf = held.leaf._replace(local=draft.held(held.leaf.local))
-        found.append(SharedTensor(name, stored, leaf))
+        shared.append(SharedTensor(name, stored, leaf))
     if misfits:
         raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
-    if not found:
+    if not shared:
         names = listed(old for old, _tensor in tensors)
         hint = f": only={only!r} and rename leave out {names}" if names else ""
         raise ValueError(f"the state holds no tensor to export{hint}")
-    return found
+    return shared
 
 
 class Chosen(NamedTuple):
@@ -482,9 +482,9 @@ def _common_dtype(files: Mapping[str, Sequence[Tensor]]) -> str:
     smaller ones, which quantized weights have.
     """
     counts = Counter[torch.dtype]()
-    for its in chain.from_iterable(files.values()):
-        if its.dtype.is_floating_point and safetensors.supported(its.dtype):
-            counts[its.dtype] += its.nbytes // its.dtype.itemsize
+    for tensor in chain.from_iterable(files.values()):
+        if tensor.dtype.is_floating_point and safetensors.supported(tensor.dtype):
+            counts[tensor.dtype] += tensor.nbytes // tensor.dtype.itemsize
     wide = {dtype: count for dtype, count in counts.items() if dtype.itemsize > 1}
     named = ((count, str(dtype)[6:]) for dtype, count in (wide or counts).items())
     return max(named, default=(0, ""))[1]

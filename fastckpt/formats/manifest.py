@@ -412,12 +412,12 @@ def validate_metrics(metrics: Mapping[str, object]) -> None:
 
 def _validate_kept(manifest: dict[str, Any]) -> None:
     """Raises ValueError unless every file of a thinned step belongs to a key that is kept."""
-    kept = manifest["kept"]
-    if not all(type(key) is str for key in kept) or sorted({*kept}) != kept:
-        raise ValueError(f"kept is {shown(kept)}, must be ascending texts")
-    check_texts(kept)
-    if not {writer.get("part") for writer in manifest["writers"]} <= {*kept}:
-        raise ValueError(f"kept is {shown(kept)}, but a writer has a file for another part")
+    keys = manifest["kept"]
+    if not all(type(key) is str for key in keys) or sorted({*keys}) != keys:
+        raise ValueError(f"kept is {shown(keys)}, must be ascending texts")
+    check_texts(keys)
+    if not {writer.get("part") for writer in manifest["writers"]} <= {*keys}:
+        raise ValueError(f"kept is {shown(keys)}, but a writer has a file for another part")
 
 
 _OPTIONAL = ("base", "part")

@@ -343,10 +343,10 @@ def _kind(dtype: str, shape: tuple[int, ...]) -> Kind | None:
         bits = 0
     if bits % 8:
         return None
-    known: torch.dtype | str = _IN_TORCH.get(dtype, dtype)
+    form: torch.dtype | str = _IN_TORCH.get(dtype, dtype)
     if dtype == "F4" and shape:
         if shape[-1] % 2:
-            known = "F4 with an odd last dimension"
-        elif known != dtype:
+            form = "F4 with an odd last dimension"
+        elif form != dtype:
             shape = (*shape[:-1], shape[-1] // 2)
-    return Kind(known, shape, bits // 8)
+    return Kind(form, shape, bits // 8)

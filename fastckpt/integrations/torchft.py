@@ -302,9 +302,9 @@ def _put(own: Any, got: Any) -> Any:
     """
     if isinstance(own, torch.Tensor) and type(own) is type(got):
         if own.shape == got.shape and own.dtype == got.dtype:
-            mine, its = _local(own), _local(got)
-            if mine.shape == its.shape:
-                mine.copy_(its)
+            mine, other = _local(own), _local(got)
+            if mine.shape == other.shape:
+                mine.copy_(other)
                 return own
         return got
     if type(own) is dict and type(got) is dict:

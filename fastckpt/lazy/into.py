@@ -185,8 +185,8 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             memory, box = place
             parts.append(_Part(name, source_name, stored, tensor, memory.detach(), box))
     if missing:  # of weights that are tied, a checkpoint may hold one name
-        found = staying | {identity_of(part.tensor) for part in parts}
-        missing = {name: its for name, its in missing.items() if identity_of(its) not in found}
+        filled = staying | {identity_of(part.tensor) for part in parts}
+        missing = {name: its for name, its in missing.items() if identity_of(its) not in filled}
     absent = {name: identity_of(its) for name, its in missing.items()}
     staying = {its for name, its in absent.items() if {name, dotted(name)} & left_out}
     unsaved = [name for name, its in absent.items() if its not in staying]
@@ -263,7 +263,7 @@ def _module_at(state: Any, keys: Sequence[str]) -> tuple[torch.nn.Module | None,
         if isinstance(state, dict) and key in state:
             state = state[key]
         else:
-            state = next((its for each, its in items_in(state) if str(each) == key), None)
+            state = next((value for each, value in items_in(state) if str(each) == key), None)
     state = unwrapped(state)
     return (state, keys[-1]) if keys and isinstance(state, torch.nn.Module) else (None, "")
 
@@ -300,7 +300,9 @@ def _without_kept_state(
 
 def _passed_over(source: Source) -> str:
     """Returns text about the objects in place of missing tensors, to put after their names."""
-    count = sum(its for maker, its in source.rest.others.items() if maker.endswith(".DTensor"))
+    count = sum(
+        number for maker, number in source.rest.others.items() if maker.endswith(".DTensor")
+    )
     if count:
         return (
             f": it has {count} DTensors instead, and torch.save writes only one rank's part of "

@@ -16,8 +16,8 @@ from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_load import OURS, ItemsFile, Request
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.lazy.object_digests import digest_of_file
 from fastckpt.lazy.source import NAMES_MAX, Rest, Shard, Stored, Wanted
+from fastckpt.lazy.value_digests import digest_of_file
 from fastckpt.plan.boxes import Box, covers, intersect
 from fastckpt.storage.file_system import Storage
 
@@ -137,7 +137,7 @@ class ItemsSource:
         self, path: str, objects: Sequence[str], infos: Mapping[MetadataIndex, Any]
     ) -> dict[str, str | None]:
         """Returns the digests of these pickled objects, by name."""
-        found: dict[str, str | None] = dict.fromkeys(objects)
+        digests: dict[str, str | None] = dict.fromkeys(objects)
         files: dict[str, dict[str, Request]] = {}
         for name in objects:
             info = infos.get(MetadataIndex(name))
@@ -150,8 +150,8 @@ class ItemsSource:
             name_of = partial(dict[int, str], names)
             with ItemsFile(self._storage, self._staging, file_path, ordered, name_of) as file:
                 for name in sorted(requests, key=requests.__getitem__):
-                    found[name] = digest_of_file(file.content(requests[name]))
-        return found
+                    digests[name] = digest_of_file(file.content(requests[name]))
+        return digests
 
     def close(self) -> None:
         """Does nothing, since no file is open between reads."""

@@ -69,8 +69,8 @@ class StepSource:
     ) -> None:
         manifest, path = steps.read(name), steps.path(name)
         self._files = ExitStack()
-        kept = KeptBlocks()
-        copies = StepCopies(storage, staging, [path], open_shards=self._files, kept=kept)
+        blocks = KeptBlocks()
+        copies = StepCopies(storage, staging, [path], open_shards=self._files, kept=blocks)
         base = base_beside(storage, staging, steps, name, self._files)
         self._reader = StepReader(staging, path, manifest, copies, base)
         self._close = close
@@ -88,11 +88,11 @@ class StepSource:
             body = self._files.enter_context(copies.body(manifest))
             objects = zip_of_ours(body, is_of_step=True)
             if manifest.kept is not None:
-                left = frozenset(manifest.kept)
+                keys = frozenset(manifest.kept)
                 tensors = objects.tensors.items()
-                there = {name: view for name, view in tensors if keys_of(name)[0] in left}
+                there = {name: view for name, view in tensors if keys_of(name)[0] in keys}
                 objects = objects._replace(tensors=there)
-            self._objects = objects.source(self.kind, kept=kept)
+            self._objects = objects.source(self.kind, kept=blocks)
             self.rest = objects.rest
             parts.check(objects.tensors)
             self._places = objects.tensors

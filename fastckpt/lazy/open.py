@@ -67,8 +67,8 @@ class RenamedSource:
 
 def _renamed(rest: Rest, fit: Fit) -> dict[str, str | None]:
     """Returns the digests of values under the names that `fit.rename` gives them."""
-    found = rest.digests()
-    pairs = zip(fit.new_names([*found]).names, found.values(), strict=True)
+    digests = rest.digests()
+    pairs = zip(fit.new_names([*digests]).names, digests.values(), strict=True)
     return {name: digest for name, digest in pairs if name is not None}
 
 

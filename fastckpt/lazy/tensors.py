@@ -186,8 +186,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             CorruptCheckpoint, StorageError: the values are damaged, or cannot be read.
             ValueError: this is closed.
         """
-        found: Mapping[str, str | None] = self._read((), self._source.rest.digests)
-        return found
+        digests: Mapping[str, str | None] = self._read((), self._source.rest.digests)
+        return digests
 
     def __repr__(self) -> str:
         return f"<{len(self)} tensors of {self.path!r}, {self.kind}>"

@@ -16,9 +16,9 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.formats.zip_records import Directory
 from fastckpt.lazy.extents import ExtentsSource
-from fastckpt.lazy.object_digests import digests_of
 from fastckpt.lazy.source import Rest
 from fastckpt.lazy.torch_names import StoredView, names_of
+from fastckpt.lazy.value_digests import digests_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.kept_blocks import KeptBlocks
 from fastckpt.reading.verified import Body, body_of

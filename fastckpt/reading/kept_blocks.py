@@ -55,36 +55,36 @@ class KeptBlocks:
         for number in blocks_of(rows, index.block_bytes):
             begin = number * index.block_bytes
             nbytes = min(index.block_bytes, index.body_nbytes - begin)
-            kept = self._used((body.path, number), nbytes)
-            if kept is None:
+            block = self._used((body.path, number), nbytes)
+            if block is None:
                 return False
             try:
-                with kept.lock:
-                    if kept.memory is None:
-                        kept.memory = _read(body, number, begin, nbytes)
-                    _copy(rows, begin, nbytes, kept.memory.data_ptr())
+                with block.lock:
+                    if block.memory is None:
+                        block.memory = _read(body, number, begin, nbytes)
+                    _copy(rows, begin, nbytes, block.memory.data_ptr())
             finally:
                 with self._lock:
-                    kept.users -= 1
+                    block.users -= 1
         return True
 
     def _used(self, place: tuple[str, int], nbytes: int) -> _Kept | None:
         """Returns a block or the room for it, with one more user; None if there is no room."""
         with self._lock:
-            kept = self._blocks.pop(place, None)
-            if kept is None:
+            block = self._blocks.pop(place, None)
+            if block is None:
                 if not self._has_room(nbytes):
                     return None
-                kept = _Kept(nbytes)
+                block = _Kept(nbytes)
                 self._free -= nbytes
-            self._blocks[place] = kept
-            kept.users += 1
-            return kept
+            self._blocks[place] = block
+            block.users += 1
+            return block
 
     def _has_room(self, nbytes: int) -> bool:
         """Drops blocks without users until there is so much room; returns whether there is."""
-        for place, kept in [*self._blocks.items()] if nbytes <= _KEPT_BYTES else ():
-            if self._free < nbytes and not kept.users:
+        for place, block in [*self._blocks.items()] if nbytes <= _KEPT_BYTES else ():
+            if self._free < nbytes and not block.users:
                 self._free += self._blocks.pop(place).nbytes
         return self._free >= nbytes
 

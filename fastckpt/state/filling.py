@@ -203,10 +203,10 @@ class Filling:
             ", and their old values in the state may have been overwritten (create the state "
             "again, and restore this step by its number)"
         )
-        kept = [name for name in lost if name in self.mismatched]
-        absent = [name for name in lost if name not in kept]
-        told = [f"{listed(map(repr, kept))} cannot be kept{advice}"] if kept else []
-        return [*told, missing_from_checkpoint(absent, advice)] if absent else told
+        unkeepable = [name for name in lost if name in self.mismatched]
+        absent = [name for name in lost if name not in unkeepable]
+        reasons = [f"{listed(map(repr, unkeepable))} cannot be kept{advice}"] if unkeepable else []
+        return [*reasons, missing_from_checkpoint(absent, advice)] if absent else reasons
 
 
 def part_at(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Fit:
         useless, left_out = list[str](), set[str]()
         if callable(self.rename):
             new = [_called(self.rename, name) for name in names]
-            left_out = {name for name, its in zip(names, new, strict=True) if its is None}
+            left_out = {name for name, new_name in zip(names, new, strict=True) if new_name is None}
             return NewNames(new, useless, left_out)
         for pattern, replacement in (self.rename or {}).items():
             present = [name for name in new if name is not None]
@@ -242,8 +242,8 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], NewNa
         return nest, {}, NewNames([], [], set())
     moved, names = list[_Moved](), list[str]()
     _left_in_place(nest, names.append, [])
-    found = fit.new_names(names)
-    result = _left_in_place(nest, dict(zip(names, found.names, strict=True)).__getitem__, moved)
+    new_names = fit.new_names(names)
+    result = _left_in_place(nest, dict(zip(names, new_names.names, strict=True)).__getitem__, moved)
     for keys, old, new, value in moved:
         *ahead, last = _keys_of(new, keys)
         inside = result
@@ -256,7 +256,7 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], NewNa
         if last in inside:
             raise name_taken(where, old, new)
         inside[last] = value
-    return result, {old: new for _keys, old, new, _value in moved}, found
+    return result, {old: new for _keys, old, new, _value in moved}, new_names
 
 
 def name_taken(where: str, old: str, new: str) -> IncompatibleCheckpoint:

@@ -37,13 +37,13 @@ def adapted(
         own: the module's state_dict.
         saved_shape: returns the shape that a checkpoint has for a key; None if it has no tensor.
     """
-    found = dict[Any, torch.Tensor]()
+    tensors = dict[Any, torch.Tensor]()
     for key, tensor in own.items():
         if isinstance(tensor, torch.Tensor) and (shape := saved_shape(key)) is not None:
             is_lazy = torch.nn.parameter.is_lazy(tensor)
             if is_lazy or (_is_other(tensor, shape) and _is_loaded_by_own_code(module, key)):
-                found[key] = _of_shape(tensor, shape)
-    return found
+                tensors[key] = _of_shape(tensor, shape)
+    return tensors
 
 
 def load(
@@ -84,7 +84,9 @@ def _is_loaded_by_own_code(module: torch.nn.Module, key: object) -> bool:
 def _loads_itself(module: torch.nn.Module) -> bool:
     """Returns whether code of a module's own, and not only of torch's, loads its values."""
     hooks = [getattr(each, "hook", each) for each in module._load_state_dict_pre_hooks.values()]
-    makers = [getattr(its, "__module__", "") for its in (module._load_from_state_dict, *hooks)]
+    makers = [
+        getattr(function, "__module__", "") for function in (module._load_from_state_dict, *hooks)
+    ]
     return any(maker.split(".")[0] != "torch" for maker in makers)
 
 

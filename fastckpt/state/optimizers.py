@@ -75,7 +75,7 @@ def reshaped(own: Mapping[Any, Any], saved: Mapping[Any, Any]) -> Iterator[tuple
         for number, items in state.items():
             there = unescaped(theirs.get(number))
             are_dicts = isinstance(items, dict) and isinstance(there, dict)
-            if are_dicts and any(differs(its, there.get(name)) for name, its in items.items()):
+            if are_dicts and any(differs(value, there.get(name)) for name, value in items.items()):
                 yield "state", number
         return
     parameter = {key: key.rpartition(".")[0] for key in own if isinstance(key, str)}

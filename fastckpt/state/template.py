@@ -290,8 +290,8 @@ class Template:
             raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
         if not self._fit.asks_within(at.name):
             return value
-        if self._kept_state and (told := self._kept_state.get(at.name)) is not None:
-            told.append(at.name)
+        if self._kept_state and (name := self._kept_state.get(at.name)) is not None:
+            name.append(at.name)
             self._was_asked = True
             return value
         if (maker := left_out(saved)) is not None:
@@ -598,12 +598,12 @@ class Template:
             keys = (id(parameter), identity_of(parameter))
             lists = [self._kept.get(keys[0]), self._kept.get(keys[1]), self._kept_state.get(name)]
             lists += [self._missing] if name in self._left_out else []
-            told = next((its for its in lists if its is not None), None)
-            if told is None:
+            first = next((its for its in lists if its is not None), None)
+            if first is None:
                 continue
-            self._kept_state[name] = told
+            self._kept_state[name] = first
             is_saved = rest.pop(number, None) is not None
-            if is_saved and told is self._filling.mismatched and not self._keeps:
+            if is_saved and first is self._filling.mismatched and not self._keeps:
                 text = "is the state of an optimizer for a tensor of another shape"
                 self._filling.note_mismatch(name, f"{name!r} {text} in the checkpoint")
             elif number in mine:
@@ -611,7 +611,7 @@ class Template:
                 stay = self._filling.optimizers.get(at.name, set())
                 stay.update(names_within(mine[number], at.of("state").of(number)))
             elif is_saved:
-                told.append(name)
+                first.append(name)
         return saved | {"state": rest | {key: {} for key in staying}}, staying
 
     def _module(
@@ -625,8 +625,8 @@ class Template:
         """Visits the state_dict of a module, in which the names are fixed. Returns its tensors in
         whose place the dict gets others, for code of the module's own.
         """
-        asked = {key: item for key, item in own.items() if self._fit.asks_for(at.of(key).name)}
-        new = adapted(module, asked, lambda key: saved_shape(saved.get(key)))
+        selected = {key: item for key, item in own.items() if self._fit.asks_for(at.of(key).name)}
+        new = adapted(module, selected, lambda key: saved_shape(saved.get(key)))
         replaced = {key: own[key] for key in new}
         own.update(new)
         unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
@@ -635,11 +635,11 @@ class Template:
         self._match_dict(own, saved, at, depth, is_module=True)
         are_any = bool(self._kept or replaced)
         for key, parameter in module.named_parameters(remove_duplicate=False) if are_any else ():
-            told = self._kept.get(identity_of(own[key])) if key in own else None
+            name = self._kept.get(identity_of(own[key])) if key in own else None
             if key in replaced and not torch.nn.parameter.is_lazy(parameter):
-                told = self._filling.mismatched
-            if told is not None:
-                self._kept[id(parameter)] = told  # a part of a DTensor may have no memory
+                name = self._filling.mismatched
+            if name is not None:
+                self._kept[id(parameter)] = name  # a part of a DTensor may have no memory
         if unknown and is_strict(module) and self._fit.unexpected is None:
             names = listed(repr(at.of(key).name) for key in unknown)
             raise self._misfit(

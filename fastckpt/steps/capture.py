@@ -154,9 +154,9 @@ def _pickled(flat: Flat, parts: Collection[str]) -> dict[str | None, bytes]:
         divided.setdefault(key_among(parts, name), {})[name] = value
     pickled = {}
     with _named(values):
-        for part, its in divided.items():
+        for part, members in divided.items():
             buffer = io.BytesIO()
-            torch_save(its, buffer)
+            torch_save(members, buffer)
             pickled[part] = buffer.getvalue()
     return pickled
 

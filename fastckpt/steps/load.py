@@ -211,10 +211,10 @@ class StepReader:
             what = repr(self._path(self.manifest.objects.file))
             nest = file.read_by(lambda file: partial_objects.loaded(file, weights_only, what))
             self.nbytes_read += file.nbytes
-            kept = self.manifest.kept
-            if kept is None or type(nest) is not dict:
+            keys = self.manifest.kept
+            if keys is None or type(nest) is not dict:
                 return nest
-            return {key: value for key, value in nest.items() if key in kept}
+            return {key: value for key, value in nest.items() if key in keys}
 
     def values(self, rank: int, weights_only: bool) -> Any:
         """Returns the entire state: the nest, with all tensors on the CPU, and one rank's own
@@ -225,10 +225,10 @@ class StepReader:
             pickle.UnpicklingError: a value was replaced by a note.
         """
         own_values = self.own_values(rank, 1, weights_only)
-        own, kept = own_values.own, self.manifest.kept
+        own, keys = own_values.own, self.manifest.kept
         objects = self.objects(weights_only)
-        if kept is not None and rank == 0:
-            log.warning("%r was thinned to %s", self.path, listed(map(repr, kept)))
+        if keys is not None and rank == 0:
+            log.warning("%r was thinned to %s", self.path, listed(map(repr, keys)))
         left_out = [*partial_objects.notes_in(objects, None)]
         for name, value in (own or {}).items():
             left_out += partial_objects.notes_in(value, name)
@@ -527,9 +527,9 @@ class StepReader:
         direct: GdsDevice | None,
     ) -> None:
         devices = [] if reads is None else reads.ranges
-        kept = None if devices or index.delta is not None else self.copies.kept
+        blocks = None if devices or index.delta is not None else self.copies.kept
         with self.copies.shard(index) as body:
-            if kept is not None and kept.gives(body, rows):
+            if blocks is not None and blocks.gives(body, rows):
                 return
             numbers = blocks_of(rows, index.block_bytes)
             large = set[int]()

@@ -343,12 +343,12 @@ def candidates(
         if warn:
             warn_once(steps)
     # A job goes back to a whole step rather than to a newer one that was thinned.
-    kept = {
+    thinned = {
         (shelf_of[item.manifest.nonce], item.name)
         for item in committed
         if item.manifest.kept is not None
     }
-    return sorted((place for _order, place in ordered), key=kept.__contains__)
+    return sorted((place for _order, place in ordered), key=thinned.__contains__)
 
 
 def survey_of_copy(steps: StepStore) -> list[Committed]:

@@ -67,20 +67,20 @@ def _thinned(
     entirely. A step that is pinned or being read does not count, and stays as it is.
     """
     numbers = {item.manifest.step for item in committed if item.name not in going}
-    left = dict(keep_parts)
-    gone = []
+    counts = dict(keep_parts)
+    removed = []
     for item in committed:
         name, manifest = item
         if name not in going:
             continue
-        parts = frozenset(part for part, count in left.items() if count > 0) & manifest.thinnable
+        parts = frozenset(part for part, count in counts.items() if count > 0) & manifest.thinnable
         is_good = steps.verdicts.may_stay_alone(item) and manifest.step not in numbers
         if not parts or not is_good:  # else an older attempt would come back with its step
-            gone.append(name)
+            removed.append(name)
         elif steps.is_thinned(item, parts) or _thin(steps, item, parts):
             numbers.add(manifest.step)
-            left = {part: count - (part in parts) for part, count in left.items()}
-    return gone
+            counts = {part: count - (part in parts) for part, count in counts.items()}
+    return removed
 
 
 def _thin(steps: StepStore, item: Committed, parts: frozenset[str]) -> bool:
@@ -235,8 +235,8 @@ def _entry(steps: StepStore, item: Committed, by: KeepBest | None) -> Entry:
     """Returns a step's entry for the retention policy. Pins are checked later, when the step is
     removed.
     """
-    verdicts, score, kept = steps.verdicts, None, item.manifest.kept
+    verdicts, score, parts = steps.verdicts, None, item.manifest.kept
     if by and not isinstance(value := item.manifest.metrics.get(by[0]), str | None):
         score = -value if by[1] == "min" else value
-    counts = verdicts.may_stay_alone(item) and kept is None
+    counts = verdicts.may_stay_alone(item) and parts is None
     return Entry(item.name, item.manifest.step, counts, verdicts.is_unread(item), score)

@@ -61,7 +61,7 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
     from fastckpt.directories import dcp_metadata
     from fastckpt.engine import codec
     from fastckpt.formats import plain_pickle, strict_json
-    from fastckpt.lazy import object_digests, torch_names
+    from fastckpt.lazy import torch_names, value_digests
     from fastckpt.storage.file_system import Storage
     from tests.kit.paths import ROOT
     from tests.kit.readers import READERS, VALUES, find
@@ -96,7 +96,7 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
 
     def as_objects(content: bytes) -> object:
         torch_names.names_of(content, is_of_step=False)  # which has to accept it before
-        return object_digests.digests_of(content, is_of_step=False)
+        return value_digests.digests_of(content, is_of_step=False)
 
     def as_planes(content: bytes) -> object:
         return codec.decode(content, memoryview(bytearray(8 << 10)))
@@ -113,7 +113,7 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
             lambda content: torch_names.names_of(content, is_of_step=False),
         ),
         "digests of objects": (seeds("corpus/*.pickle"), as_objects),
-        "digest of a file": (seeds("*.pt", "corpus/*.pt"), object_digests.digest_of_file),
+        "digest of a file": (seeds("*.pt", "corpus/*.pt"), value_digests.digest_of_file),
         "JSON": (seeds("step/*/*.json"), strict_json.decode),
         "metadata of DCP": (seeds("corpus/*.metadata"), as_metadata),
         "planes": (seeds("corpus/*.planes"), as_planes),

@@ -126,11 +126,15 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
             moved(nbytes)
     quiet = windows.pop(_NONE)
     lost = {
-        name: [(with_saves - own) / saves for with_saves, own in zip(its, quiet, strict=True)]
-        for name, its in windows.items()
+        name: [(with_saves - own) / saves for with_saves, own in zip(seconds, quiet, strict=True)]
+        for name, seconds in windows.items()
     }
     noise_s = (max(quiet) - min(quiet)) / saves
-    above = {name: its for name, its in lost.items() if min(its) > 0 and median(its) > noise_s}
+    above = {
+        name: seconds
+        for name, seconds in lost.items()
+        if min(seconds) > 0 and median(seconds) > noise_s
+    }
     return {
         "nbytes": nbytes,
         "device": arguments.device,
@@ -141,8 +145,8 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
         "window_s_by_round": {_NONE: quiet, **windows},
         "noise_s": noise_s,
         "lost_s": {name: median(above[name]) if name in above else None for name in lost},
-        "lost_lowest_s": {name: min(its) for name, its in above.items()},
-        "lost_highest_s": {name: max(noise_s, *its) for name, its in lost.items()},
+        "lost_lowest_s": {name: min(seconds) for name, seconds in above.items()},
+        "lost_highest_s": {name: max(noise_s, *seconds) for name, seconds in lost.items()},
         "wrong": wrong,
     }
 

@@ -60,16 +60,16 @@ class _Values:
 
     def _hash(self, value: Any) -> bytes:
         """Raises TypeError for a value that contains tensors or itself."""
-        known = self.done.get(id(value))
-        if known is None:
+        earlier = self.done.get(id(value))
+        if earlier is None:
             self.done[id(value)] = value, None
             sha = hashlib.sha256()
             for part in self._parts(value):
                 sha.update(len(part).to_bytes(8, "little") + part)
-            known = self.done[id(value)] = value, sha.digest()
-        if known[1] is None:
+            earlier = self.done[id(value)] = value, sha.digest()
+        if earlier[1] is None:
             raise TypeError("it contains itself")
-        return known[1]
+        return earlier[1]
 
     def _parts(self, value: Any) -> list[bytes]:
         kind = type(value)
@@ -88,8 +88,8 @@ class _Values:
             raise TypeError("it contains a tensor")
         result = [b"object", _name(value.name).encode("utf-8", "surrogatepass")]
         for how, changes in groupby(value.parts, itemgetter(0)):
-            its: Iterable[Any] = [part for _how, part in changes]
-            hashes = map(self._hash, chain.from_iterable(its) if how in _ITEMS else its)
+            members: Iterable[Any] = [part for _how, part in changes]
+            hashes = map(self._hash, chain.from_iterable(members) if how in _ITEMS else members)
             result += [how.encode(), *(sorted(hashes) if how in ("set", "add") else hashes)]
         return result
 
@@ -107,7 +107,7 @@ def digests_of(content: bytes, *, is_of_step: bool) -> dict[str, str | None]:
     names_of(), which must have accepted the pickle. If the pickle cannot be read with all parts of
     its objects, or its names are too long together, there is None for all values.
     """
-    found: dict[str, str | None] = {}
+    digests: dict[str, str | None] = {}
     characters, values = NAMES_PER_BYTE * len(content) + NAMES_MIN, _Values()
     try:
         nest = value_of(content, find_kept)
@@ -132,10 +132,10 @@ def digests_of(content: bytes, *, is_of_step: bool) -> dict[str, str | None]:
             ahead += reversed([(name, key, item) for key, item in items_in(value)])
         elif type(value) is not StoredView:
             name = name or ""
-            while name in found:
+            while name in digests:
                 name += "#2"  # keys of two types that are equal as text
-            found[name] = None if is_of_rank else values.digest(value)
-    return found
+            digests[name] = None if is_of_rank else values.digest(value)
+    return digests
 
 
 def digest_of_file(content: bytes) -> str | None:
