@@ -233,7 +233,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("restore", {"rename": {"(": "a"}}, ValueError, "rename"),
     ("restore", {"rename": {"a": r"\9"}}, ValueError, "rename"),
     ("restore", {"rename": {"a": r"\g<b>"}}, ValueError, "rename"),
-    ("restore", {"rename": {"a": None}}, TypeError, "rename"),
+    ("restore", {"rename": {"a": 5}}, TypeError, "rename"),
     ("restore", {"rename": {("a", "b"): "c"}}, ValueError, "rename"),
     ("restore", {"rename": 5}, TypeError, "rename"),
     ("restore", {"only": 5}, TypeError, "only"),
