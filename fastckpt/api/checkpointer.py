@@ -121,10 +121,11 @@ class Checkpointer(Catalog):
         keep_parts: if keep_last is set, maps top-level keys of the state to numbers of steps, such
             as {"model": 10}. Of the steps that are not kept for another reason, the 10 newest are
             thinned: the values under "model" stay, and the files of all others are removed.
-            Therefore each of these keys has files of its own in every step; a tensor that also
-            occurs under another key is stored twice. Steps without such files are removed. The
-            small values of all keys are in one file, which stays; those under other keys can no
-            longer be read. Pinned steps are not thinned.
+            Therefore each of these keys, of ASCII letters, digits, "_", "." and "-", has files of
+            its own in every step; a tensor that also occurs under another key is stored twice.
+            Steps without files of these keys are removed, also those that an earlier job has
+            thinned to other keys. All values but floating-point tensors are in one file, which
+            stays; those under other keys can no longer be read. Pinned steps are not thinned.
         local: a directory on storage of each node, such as NVMe, in which a step is committed
             first, so that a process that fails after handle.wait_local() loses nothing. The step is
             then drained to the root in the background; result() returns when it is committed there.
@@ -160,7 +161,7 @@ class Checkpointer(Catalog):
             `local`, in the root), on the save's own thread, which has not yet removed older steps.
             An error that it raises is logged.
         on_failure: called likewise as on_failure(step, error) when a save has failed or was
-            cancelled.
+            cancelled; not if save() itself raises.
 
     Attributes:
         restored_from: maps the name of each file that the last restore() or load() needed on this
@@ -289,9 +290,6 @@ class Checkpointer(Catalog):
         started = time.perf_counter()
         step = check_integer("step", step)
         optional(check_deadline, "deadline_s", deadline_s)
-        by = None if self._coordinator.rank else self._options.keep_best
-        own_metrics = retention.checked_metrics(self._steps, step, metrics, by)
-        metadata = retention.checked_metadata(metadata)
         current = self._changing()
         options, label = self._options, f"step {step} of {self.root!r}"
         if deadline_s is not None:
@@ -324,6 +322,9 @@ class Checkpointer(Catalog):
                     deadline_s,
                 )
             options.check_parts(state)
+            by = None if self._coordinator.rank else options.keep_best
+            own_metrics = retention.checked_metrics(self._steps, step, metrics, by)
+            metadata = retention.checked_metadata(metadata)
             content = captured(
                 self._saved_form(state),
                 self._coordinator.rank,
@@ -332,7 +333,9 @@ class Checkpointer(Catalog):
                 current.staging.devices,
                 differing=self._memo.unequal(),
                 watch=options.fence == "step",
-                checks_numbers=options.check_finite or options.snapshot is not None,
+                checks_numbers=options.check_finite
+                or options.snapshot is not None
+                or options.keep_parts is not None,
                 parts=options.parts,
             )
             plan = StepPlan(
@@ -522,8 +525,8 @@ class Checkpointer(Catalog):
         return result[1]
 
     def wait(self) -> None:
-        """Waits until all saves of this Checkpointer have ended (with `local`, in the root), and
-        the steps that they replace are removed. Further saves are possible.
+        """Waits until all saves of this Checkpointer so far have ended (with `local`, in the root)
+        and, on the first rank, the steps that they replace are removed. Further saves are possible.
 
         Raises:
             CheckpointError: see close().

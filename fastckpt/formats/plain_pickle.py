@@ -23,6 +23,7 @@ _NAME_CHARACTERS_MAX = 1000  # of a global: whoever is told of one keeps a copy
 _KEY_DEPTH_MAX = 8  # of tuples in a key that is a tuple: hash() recurses on the stack of C
 _KEY_BITS_MAX = 64  # of a key that is an int, which is hashed anew each time
 _HASHES_PER_BYTE = 64
+_PARTS_MAX = 1000  # of an object that is called
 NUMBER_END = 1 << 63  # of numbers of elements, and of bytes
 _U32 = struct.Struct("<I").unpack_from
 
@@ -87,6 +88,8 @@ class Kept(Ignored):
     parts: list[tuple[str, Any]] = field(default_factory=list)
 
     def made(self, how: str, arguments: Any) -> Kept:
+        if len(self.parts) > _PARTS_MAX:  # all of them are copied at each call
+            raise ValueError(f"the results of {self.name} are called too often")
         return Kept(self.name, self.value, [*self.parts, (how, arguments)])
 
     def got(self, how: str, parts: Any) -> None:

@@ -135,6 +135,7 @@ class Transport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
 
         Raises:
             CheckpointError: the state could not be copied.
+            ValueError: the timeout is not positive.
         """
         self.disallow_checkpoint()
         self._wait_last()
@@ -293,25 +294,39 @@ class Transport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc]
 
 def _own_address() -> str:
     """Returns the address of this machine's name, at which other machines reach it."""
-    return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    name = socket.gethostname()
+    address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    if address == "::1" or address.startswith("127."):
+        log.warning(
+            "the name of this host, %s, leads to %s, which other hosts cannot reach: pass "
+            "Transport(address=...) with an address of this host, such as `hostname -I` shows",
+            name,
+            address,
+        )
+    return address
 
 
 def _put(own: Any, got: Any) -> Any:
     """Returns a received nest in which tensors of the own nest take the place of like ones, after
     they got the values.
     """
-    if isinstance(own, torch.Tensor) and type(own) is type(got):
-        if own.shape == got.shape and own.dtype == got.dtype:
-            mine, other = _local(own), _local(got)
-            if mine.shape == other.shape:
-                mine.copy_(other)
-                return own
-        return got
-    if type(own) is dict and type(got) is dict:
+    if isinstance(own, torch.Tensor) and isinstance(got, torch.Tensor):
+        if _form(own) != _form(got):
+            return got
+        _local(own).copy_(_local(got))
+        return own
+    if isinstance(own, dict) and isinstance(got, dict):
         return {key: _put(own.get(key), value) for key, value in got.items()}
     if type(own) in (list, tuple) and type(own) is type(got) and len(own) == len(got):
         return type(got)(map(_put, own, got))
     return got
+
+
+def _form(tensor: Any) -> tuple[Any, ...]:
+    """Returns what tensors must have in common so that one can get the other's values."""
+    mesh = getattr(tensor, "device_mesh", None)
+    spread = (*mesh.shape, *map(str, tensor.placements)) if mesh is not None else ()
+    return tensor.shape, tensor.dtype, _local(tensor).shape, spread
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.formats.value_names import keys_of
 from fastckpt.lazy.extents import Described
 from fastckpt.lazy.kind import OF_ANOTHER, Debris, Kind, NotCommitted, Part, Place, refused
-from fastckpt.lazy.source import Shard, Source, Stored, Wanted
+from fastckpt.lazy.source import Rest, Shard, Source, Stored, Wanted
 from fastckpt.lazy.torch_file import zip_of_ours
 from fastckpt.reading.kept_blocks import KeptBlocks
 from fastckpt.saving.lease import Lease
@@ -91,7 +91,8 @@ class StepSource:
                 keys = frozenset(manifest.kept)
                 tensors = objects.tensors.items()
                 there = {name: view for name, view in tensors if keys_of(name)[0] in keys}
-                objects = objects._replace(tensors=there)
+                rest = objects.rest._replace(digests=partial(_digests_of, objects.rest, keys))
+                objects = objects._replace(tensors=there, rest=rest)
             self._objects = objects.source(self.kind, kept=blocks)
             self.rest = objects.rest
             parts.check(objects.tensors)
@@ -141,6 +142,12 @@ class StepSource:
             self._files.close()
         finally:
             self._close()
+
+
+def _digests_of(rest: Rest, keys: frozenset[str]) -> dict[str, str | None]:
+    """Returns the digests of the values under these keys of the state."""
+    digests = rest.digests()
+    return {name: digest for name, digest in digests.items() if keys_of(name)[0] in keys}
 
 
 # The dtype and shape of a tensor, and its shards.

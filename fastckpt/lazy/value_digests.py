@@ -118,7 +118,7 @@ def digests_of(content: bytes, *, is_of_step: bool) -> dict[str, str | None]:
         above, key, value = ahead.pop()
         name = above
         if value is not nest:
-            text = _key(key)
+            text = _key(key, values)
             characters -= len(above or "") + len(text)
             if characters < 0:
                 return {"": None}
@@ -151,9 +151,11 @@ def digest_of_file(content: bytes) -> str | None:
         return None
 
 
-def _key(key: Any) -> str:
+def _key(key: Any, values: _Values) -> str:
+    """Returns a key as text; of a key that is an object, its digest."""
     parts = key if type(key) is tuple else (key,)
-    return str(key) if all(type(part) in _ATOMS for part in parts) else type(key).__name__
+    is_plain = all(type(part) in _ATOMS for part in parts)
+    return str(key) if is_plain else values.digest(key) or type(key).__name__
 
 
 def _name(name: str) -> str:

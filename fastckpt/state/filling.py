@@ -11,7 +11,7 @@ import torch
 
 from fastckpt.arguments.names import listed, missing_from_checkpoint
 from fastckpt.plan.boxes import Box, whole
-from fastckpt.state.dtensors import dtensor_part
+from fastckpt.state.dtensors import dtensor_part, identity_of
 from fastckpt.state.fit import Fit
 from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded, memory_of
 
@@ -136,6 +136,8 @@ class Filling:
         self.mismatched: list[str] = []
         self.tied = Tied()
         self.optimizers: dict[str, set[str]] = {}
+        # By a tensor's memory: its first name, and whether it has the shape that is stored there.
+        self._firsts: dict[object, tuple[str, bool]] = {}
 
     def place(
         self,
@@ -162,7 +164,14 @@ class Filling:
         """
         check_shape(at, tensor)
         shape = tuple(tensor.shape)
-        if tuple(stored.shape) != shape:
+        is_fitting = tuple(stored.shape) == shape
+        first, fits = self._firsts.setdefault(identity_of(tensor), (name, is_fitting))
+        if is_fitting != fits and self._fit.mismatched == "keep":
+            self.misfits.append(
+                f"{at} and {first!r} are one tensor, but only one of them has its shape {there}: "
+                'leave the other one out, with rename={"its name": None}'
+            )
+        if not is_fitting:
             self.note_mismatch(name, f"{at} has shape {[*shape]}, but {[*stored.shape]} {there}")
             return None
         self._names.add(name)

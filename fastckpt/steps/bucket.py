@@ -211,7 +211,8 @@ class BucketSteps(StepStore):
                 return False
             thinned = manifest.thinned(parts)
             # The condition fails if another job has removed the step in the meantime.
-            version = objects.put_over(path, thinned.to_bytes(), version)
+            if thinned != manifest:  # else only objects are left over
+                version = objects.put_over(path, thinned.to_bytes(), version)
             entries = self._entries(name)
             if PINNED in entries:  # pin() has seen the whole step
                 objects.put_over(path, content, version)

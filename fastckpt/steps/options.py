@@ -56,7 +56,8 @@ class StepOptions(WriteOptions):
             check_count("keep_last", self.keep_last, ", or None to keep all")
         optional(check_count, "keep_every", self.keep_every)
         optional(check_keep_best, "keep_best", self.keep_best)
-        optional(_check_keep_parts, "keep_parts", self.keep_parts)
+        parts = optional(_check_keep_parts, "keep_parts", self.keep_parts)
+        object.__setattr__(self, "keep_parts", None if parts is None else dict(parts))
         _ = self.tier
         for name in ("keep_every", "keep_best", "keep_parts"):
             if getattr(self, name) is not None and self.keep_last is None:
@@ -119,7 +120,7 @@ def common_terms(
         "root": repr(root),
         **texts,
         "keep_best": shown(best),
-        "keep_parts": shown(parts),
+        "keep_parts": repr(parts),  # not shortened: the files of a step depend on all of it
         "local": tier,
     }
 

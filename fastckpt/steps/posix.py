@@ -411,11 +411,11 @@ class PosixSteps(StepStore):
         def begin(whole: Manifest, entries: list[str]) -> Callable[[], None] | None:
             if not whole.thinnable.issuperset(parts):  # the retention of a later save was first
                 return None
-            manifest = whole.thinned(parts)
-            self._replace_manifest(name, manifest)
-            if PINNED in self.storage.names(self.path(name)):  # pin() has seen the whole step
-                self._replace_manifest(name, whole)
-                return None
+            if (manifest := whole.thinned(parts)) != whole:  # else only files are left over
+                self._replace_manifest(name, manifest)
+                if PINNED in self.storage.names(self.path(name)):  # pin() has seen the whole step
+                    self._replace_manifest(name, whole)
+                    return None
             return partial(end, manifest.superfluous(entries))
 
         def end(superfluous: list[str]) -> None:

@@ -43,6 +43,7 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
             _warn_of_no_best(steps, committed, options.keep_best)
         if options.keep_parts:
             going = _thinned(steps, going, committed, options.keep_parts)
+        _warn_of_others(steps, going, committed, options.keep_parts or {})
         for name, manifest in _bases_last(going, committed):
             stays = step_of(name) in stuck or manifest.nonce in needed
             try:
@@ -89,6 +90,23 @@ def _thin(steps: StepStore, item: Committed, parts: frozenset[str]) -> bool:
     except StorageError as error:  # others may be thinned all the same
         log.warning("an old step could not be reduced to %s: %s", listed(sorted(parts)), error)
         return False
+
+
+def _warn_of_others(
+    steps: StepStore, going: list[str], committed: list[Committed], keep_parts: Mapping[str, int]
+) -> None:
+    """Warns once if steps are removed that were thinned to none of the keys that this job keeps."""
+    thinned = [item.manifest.kept for item in committed if item.name in going]
+    others = [keys for keys in thinned if keys is not None and not {*keys} & keep_parts.keys()]
+    if others and not steps.warned_of_parts:
+        steps.warned_of_parts = True
+        log.warning(
+            "%r: %d steps that an earlier job has thinned to %s are removed, because keep_parts of "
+            "this job does not name these keys (this warning is logged only once)",
+            steps.root,
+            len(others),
+            listed(sorted({repr(key) for keys in others for key in keys})),
+        )
 
 
 def _warn_of_no_best(steps: StepStore, committed: list[Committed], by: KeepBest) -> None:
@@ -199,8 +217,9 @@ def best(steps: StepStore, by: KeepBest) -> int | None:
     """Returns the committed step with the best metric, ignoring steps that retention must not rely
     on; None if no step has the metric. Raises StorageError.
     """
-    entries = [_entry(steps, item, by) for item in steps.survey()[0]]
-    return next((each.number for each in best_first(entries) if each.counts), None)
+    reliable = [item for item in steps.survey()[0] if steps.verdicts.may_stay_alone(item)]
+    entries = best_first([_entry(steps, item, by)._replace(counts=True) for item in reliable])
+    return entries[0].number if entries else None
 
 
 def checked_metrics(

@@ -106,6 +106,7 @@ class StepStore:
         attempts: the state of each attempt of this process, by name.
         warned_of_empty: whether the warning that there are no steps was logged.
         warned_of_metric: whether the warning that the metric of keep_best is missing was logged.
+        warned_of_parts: whether the warning was logged that steps with other parts are removed.
     """
 
     EMPTY_IS_NONE = False  # whether an empty manifest says that there will never be one
@@ -114,7 +115,7 @@ class StepStore:
         self.storage = storage
         self.root, self.lease, self.is_step = root, lease, False
         self.verdicts, self.attempts = Verdicts(), dict[str, str]()
-        self.warned_of_empty = self.warned_of_metric = False
+        self.warned_of_empty = self.warned_of_metric = self.warned_of_parts = False
         self._manifests: dict[str, tuple[Hashable, Manifest]] = {}  # with the version of the file
         self._thinned = dict[str, frozenset[str]]()  # the keys that are left, by nonce
         self._seen_nonces: set[str] | None = None  # see note_seen(); None: nobody has looked yet

@@ -24,6 +24,7 @@ T = TypeVar("T")
 # processes at work, long ones for machines that cache a listing (sshfs: 20 s).
 LISTING_PAUSES_S = (0.0,) * 4 + (0.05, 0.1, 0.2, 0.4, 0.8, 1.5) + (3.0,) * 9 + (0.0,)
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
+_REPLACEMENTS_MAX = 5  # of a file before it is locked
 
 
 def listed_anew(look: Callable[[], T | None]) -> T | None:
@@ -87,17 +88,35 @@ def locked_shared(storage: Storage, path: str) -> Iterator[None]:
         with reported("lock", path):
             return call(fd)
 
+    def is_locked() -> bool:
+        return on_file(lambda fd: storage.lock(fd, shared=True))
+
+    def is_gone() -> bool:
+        return on_file(lambda fd: is_removed(storage, fd, path))
+
+    def is_there() -> bool:
+        return on_file(lambda _fd: storage.status(path) is not None)
+
+    until, replacements = time.monotonic() + _LOCK_S, 0
     try:
-        until = time.monotonic() + _LOCK_S
-        while not persistently(lambda: on_file(lambda fd: storage.lock(fd, shared=True)), path):
-            if time.monotonic() >= until:
-                raise StorageError("lock", path, errno.EAGAIN)
-            time.sleep(_LOCK_POLL_S)
-        if persistently(lambda: on_file(lambda fd: is_removed(storage, fd, path)), path):
-            raise Vanished(path)
+        while True:
+            while not persistently(is_locked, path):
+                if time.monotonic() >= until:
+                    raise StorageError("lock", path, errno.EAGAIN)
+                time.sleep(_LOCK_POLL_S)
+            if not persistently(is_gone, path):
+                break
+            # A file that has replaced this one has a lock of its own.
+            if replacements == _REPLACEMENTS_MAX or not persistently(is_there, path):
+                raise Vanished(path)
+            replacements += 1
+            atomic.close_quietly(storage, fd)
+            fd = -1
+            fd = persistently(opened, path)
         yield
     finally:
-        atomic.close_quietly(storage, fd)
+        if fd >= 0:
+            atomic.close_quietly(storage, fd)
 
 
 def is_unlocked(storage: Storage, path: str) -> bool:

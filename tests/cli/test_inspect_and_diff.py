@@ -317,6 +317,26 @@ def test_objects_that_differ_are_named(
     assert lines[1].endswith("objects: 11 equal, 1 differ, 0 only in A, 0 only in B")
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({Path("a"): 1}, {Path("b"): 1}),
+        ({torch.device("cpu"): 1}, {torch.device("cuda:1"): 1}),
+        ({(0, Path("a")): 1.0}, {(5, Path("a")): 1.0}),
+        ({Path("a"): 1, Path("b"): 2}, {Path("a"): 2, Path("b"): 1}),
+    ],
+)
+def test_keys_that_are_objects_are_compared(
+    ours: dict[Any, Any], theirs: dict[Any, Any], disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.ones(1), "of": ours}, disk / "a.pt")
+    torch.save({"w": torch.ones(1), "of": theirs}, disk / "b.pt")
+    found = told(capsys, "diff", str(disk / "a.pt"), str(disk / "b.pt"))["objects"]
+    assert found["different"] or (found["only_a"] and found["only_b"]), found
+    same = told(capsys, "diff", str(disk / "a.pt"), str(disk / "a.pt"))["objects"]
+    assert not same["different"] and not same["only_a"] and same["equal"] == len(ours)
+
+
 def test_objects_that_cannot_be_compared_are_named(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

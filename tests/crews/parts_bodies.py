@@ -58,6 +58,17 @@ def save_without_a_key(member: Member, root: str) -> Outcome:
         return attempt(body)
 
 
+def save_other_metadata(member: Member, root: str) -> Outcome:
+    """The first rank's metadata is no JSON."""
+    metadata = float("nan") if member.rank == 0 else None
+
+    def body() -> None:
+        checkpointer.save(1, parts(member, 1), metadata=metadata).result()
+
+    with Checkpointer(root, group=member.group) as checkpointer:
+        return attempt(body)
+
+
 def restore_parts(
     member: Member,
     root: str,

@@ -155,6 +155,16 @@ def test_tensors_of_the_receiver_get_the_values_in_place(made: Callable[..., Any
     assert not other.any()
 
 
+def test_the_state_of_a_module_is_filled_in_place(made: Callable[..., Any]) -> None:
+    model = torch.nn.Linear(4, 3)
+    source, receiver = made(), made(state_dict=lambda: {"user": {"model": model.state_dict()}})
+    sent = torch.nn.Linear(4, 3).state_dict()
+    source.send_checkpoint([1], 9, {"user": {"model": sent}}, TIMEOUT)
+    receiver.recv_checkpoint(0, source.metadata(), 9, TIMEOUT)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, sent[name]), name
+
+
 def test_nothing_of_the_receiver_changes_if_the_transfer_fails(made: Callable[..., Any]) -> None:
     own = state(0)
     receiver = made(state_dict=lambda: own)

@@ -304,6 +304,17 @@ def test_what_a_damaged_step_has_overwritten_cannot_stay(disk: Path) -> None:
         assert checkpointer.restore(state, 1, mismatched="keep") == 1 and not state["w"].any()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_weights_of_which_one_fits_are_refused(way: str, disk: Path) -> None:
+    """It could not be said whether the tensor stays or is filled."""
+    save, fill = WAYS[way]
+    path = save({"m": {"a": torch.ones(3, 4), "b": torch.ones(5, 4)}}, disk)
+    tied = torch.zeros(3, 4)
+    with pytest.raises(IncompatibleCheckpoint, match="are one tensor, but only one of them has"):
+        fill({"m": {"a": tied, "b": tied}}, path, mismatched="keep")
+    assert not tied.any()
+
+
 def test_tied_weights_that_stay_are_not_missing(disk: Path) -> None:
     """Of tied weights, a file of safetensors has one name."""
     path = by_safetensors({"in.weight": torch.ones(900, 2)}, disk)

@@ -23,6 +23,7 @@ from fastckpt import Checkpointer, PerRank
 from fastckpt.cli import main
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.manifest import Manifest
+from fastckpt.steps.options import common_terms
 from fastckpt.steps.pins import pin
 from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
@@ -567,17 +568,76 @@ def test_a_reader_beside_a_thinning(
 
 
 @pytest.mark.parametrize(("name", "is_before"), READS)
-def test_whoever_opens_it_beside_a_thinning(name: str, is_before: bool, root: Path) -> None:
+@pytest.mark.parametrize("inside", ["", "step-00000001"])
+def test_whoever_opens_it_beside_a_thinning(
+    inside: str, name: str, is_before: bool, root: Path
+) -> None:
     saved(root, 1, keep_last=9)
     manifest = root / "step-00000001" / "manifest.json"
     done = list[bool]()
     storage = Beside(name, manifest, lambda: done.append(thin(root, 1)), is_before)
-    with process_on(storage), fastckpt.open(root) as tensors:
+    with process_on(storage), fastckpt.open(root / inside) as tensors:
         is_thinned = "optimizer/m" not in tensors
         assert is_thinned == (tensors.facts.get("thinned to") == "model")
         assert torch.equal(tensors["model/w"][:], state(1)["model"]["w"])
         assert is_thinned or torch.equal(tensors["optimizer/m"][:], state(1)["optimizer"]["m"])
     assert storage.has_met and (done == [True] or not is_thinned)
+
+
+def test_a_manifest_that_needs_no_change_is_not_written_again(root: Path) -> None:
+    """Each new one makes readers look again."""
+    saved(root, 1, 2, keep_last=9)
+    assert thin(root, 1)
+    manifest = root / "step-00000001" / "manifest.json"
+    before, left_behind = manifest.stat().st_ino, manifest.with_name("rank-00000.json")
+    left_behind.write_bytes(b"{}")
+    assert thin(root, 1) and manifest.stat().st_ino == before and not left_behind.exists()
+
+
+def test_ranks_compare_all_of_it() -> None:
+    """Their messages show a part of long values."""
+    long = [dict.fromkeys((*"abcdefgh", last), 1) for last in "ij"]
+    terms = [common_terms("/run", None, 1, None, None, parts, None) for parts in long]
+    assert terms[0]["keep_parts"] != terms[1]["keep_parts"]
+
+
+def test_what_is_passed_may_change_later(root: Path) -> None:
+    keep_parts = {"model": 2}
+    with Checkpointer(root, keep_last=1, keep_parts=keep_parts) as checkpointer:
+        keep_parts["optimizer"] = 1
+        for step in (1, 2):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+    assert found(root) == {1: "model", 2: WHOLE}
+
+
+def test_a_job_that_keeps_other_parts_says_so(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(root, 1, 2, 3, keep_parts={"model": 2})
+    caplog.clear()
+    for parts in ({"ema": 2}, None):
+        saved(root, 4, keep_parts=parts)
+    (line,) = [each for each in caplog.messages if "thinned" in each]
+    assert "2 steps that an earlier job has thinned to 'model' are removed" in line
+
+
+def test_small_tensors_go_with_their_part(root: Path) -> None:
+    small = {"model": {"w": torch.ones(9)}, "optimizer": {"m": torch.ones(1000), "step": 7}}
+    with Checkpointer(root, keep_last=1, keep_parts={"model": 2}) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, small).result(WAIT_S)
+    thinned, whole = (
+        sum(path.stat().st_size for path in root.glob(f"step-0000000{step}/*")) for step in (1, 2)
+    )
+    assert whole - thinned > 4000
+
+
+def test_the_best_step_may_be_a_thinned_one(root: Path) -> None:
+    losses = {1: 1.0, 2: 3.0, 3: 2.0}
+    with Checkpointer(root, keep_last=1, keep_parts={"model": 5}) as checkpointer:
+        for step, loss in losses.items():
+            checkpointer.save(step, state(step), metrics={"loss": loss}).result(WAIT_S)
+        checkpointer.wait()
+        assert checkpointer.best("loss") == 1 and kept(root, 1) == ("model",)
+        assert checkpointer.metrics(1) == {"loss": 1.0}
 
 
 @pytest.mark.parametrize("is_before", [True, False])

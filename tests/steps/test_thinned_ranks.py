@@ -60,6 +60,13 @@ def test_ranks_without_the_key_are_told(crew: Callable[[int], Crew], disk: Path)
 
 
 @pytest.mark.multiprocess
+def test_ranks_hear_of_wrong_metadata(crew: Callable[[int], Crew], disk: Path) -> None:
+    own, other = crew(2)(bodies.save_other_metadata, str(disk / "run"))
+    assert type(own.error) is ValueError and "the metadata is not a JSON" in str(own.error)
+    assert type(other.error).__name__ == "PeerFailed" and "metadata" in str(other.error)
+
+
+@pytest.mark.multiprocess
 def test_neighbours_have_every_part(crew: Callable[[int], Crew], disk: Path, local: Path) -> None:
     """The memory of one node is lost."""
     root, locals_ = disk / "run", [str(local / name) for name in "ab"]
