@@ -298,6 +298,9 @@ class Checkpointer(Catalog):
         agreement = self._coordinator.begin(label, self._options.timeout_s)
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
+            by = None if self._coordinator.rank else options.keep_best
+            own_metrics = retention.checked_metrics(self._steps, step, metrics, by)
+            metadata = retention.checked_metadata(metadata)
             self._be_the_saver()
             draining = None
             if self._tier is not None:
@@ -322,9 +325,6 @@ class Checkpointer(Catalog):
                     deadline_s,
                 )
             options.check_parts(state)
-            by = None if self._coordinator.rank else options.keep_best
-            own_metrics = retention.checked_metrics(self._steps, step, metrics, by)
-            metadata = retention.checked_metadata(metadata)
             content = captured(
                 self._saved_form(state),
                 self._coordinator.rank,
