@@ -140,7 +140,7 @@ def _portions(contents: Iterator[memoryview]) -> Iterator[bytearray]:
 
 log = logging.getLogger("fastckpt")
 
-# What floating-point tensors are cast to: one dtype for all, or by globs of their names.
+# The dtypes to cast floating-point tensors to: one for all, or one for each glob of names.
 Casts: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str | None] | None
 _SPELLED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} | {
     str(dtype)[6:]: dtype for dtype in safetensors.NAMES if dtype.is_floating_point

@@ -49,7 +49,7 @@ class _Snapshot:
     def opened(self, until: float) -> int:
         """Returns a descriptor of the file once it is complete. Raises the error of its save."""
         self._handle.result(max(0.0, until - time.monotonic()))
-        return os.open(self._path, os.O_RDONLY)
+        return pipeline.current().storage.open(self._path)
 
     def end(self) -> None:
         """Removes the file. Its memory is freed when the last receiver has read it."""

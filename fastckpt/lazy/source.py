@@ -23,7 +23,7 @@ class Shard(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """What is known of a tensor whose dtype torch does not have: the dtype, and the size."""
+    """A description of a tensor whose dtype torch does not have: the dtype, and the size."""
 
     dtype: str
     nbytes: int
