@@ -56,7 +56,7 @@ class Zip(CapturedFile):
         return torch_zip.layout(self._captured)
 
     def forget(self) -> None:
-        self._captured.records.clear()
+        self._captured.forget()
 
 
 class _Tensors(CapturedFile):

@@ -262,7 +262,7 @@ class FilePlan(Plan):
         self._place.publish()
 
     def forget(self) -> None:
-        self._captured.records.clear()
+        self._captured.forget()
         self._sources.clear()
 
     def release(self) -> None:

@@ -202,8 +202,7 @@ def begin_save(
 
 def _warn_of_parts(captured: torch_pickle.Capture, obj: object, path: str) -> None:
     """Warns, once for each name, of a DTensor of which this rank saves only its own part."""
-    pickled = next((its for name, its in captured.records if name == "data.pkl"), b"")
-    if not isinstance(pickled, bytes) or b"DTensor\n" not in pickled:
+    if not captured.mentions(b"DTensor\n"):
         return
     name: str
     tensor: Any  # which may be a DTensor

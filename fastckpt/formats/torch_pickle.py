@@ -11,16 +11,16 @@ import ctypes
 import gc
 import hashlib
 import io
+import os
 import pickle
 import sys
 import types
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -44,22 +44,42 @@ class SkipDataActive(Exception):
     """torch.serialization.skip_data() is active, so there is nothing to stage."""
 
 
-@dataclass
 class Capture:
-    """The records, in order, that torch's pickler made from an object.
+    """What torch.save's pickler meets in an object.
 
     Attributes:
-        records: name and content of each record. The content is bytes, or a storage from which the
-            record is copied.
         tensors: the pickled tensors, with their version counters at that moment.
     """
 
-    records: list[tuple[str, bytes | torch.UntypedStorage]] = field(default_factory=list)
-    tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    def __init__(
+        self,
+        pickled: Pickle,
+        others: list[tuple[str, bytes | torch.UntypedStorage]],
+        tensors: list[tuple[torch.Tensor, int]],
+    ) -> None:
+        self._pickled, self._others, self.tensors = pickled, others, tensors
+        self._records: list[tuple[str, bytes | torch.UntypedStorage]] | None = None
+
+    @property
+    def records(self) -> list[tuple[str, bytes | torch.UntypedStorage]]:
+        """The name and content of each record, in order. The content is bytes, or a storage from
+        which the record is copied. The pickle is completed here, while nobody waits for the save.
+        """
+        if self._records is None:
+            self._records = [("data.pkl", self._pickled.complete()), *self._others]
+        return self._records
 
     def storages(self) -> Iterator[torch.UntypedStorage]:
         """Returns the storages among the records' contents."""
-        return (content for _, content in self.records if isinstance(content, torch.UntypedStorage))
+        return (content for _, content in self._others if isinstance(content, torch.UntypedStorage))
+
+    def mentions(self, name: bytes) -> bool:
+        """Returns whether the pickle may refer to a class of this name."""
+        return name in self._pickled.content
+
+    def forget(self) -> None:
+        """Drops all references to the object's memory."""
+        self._records, self._others = [], []
 
 
 def capture(
@@ -88,9 +108,11 @@ def capture(
         raise SkipDataActive
     met, file = _Met(observe_tensors, readable), io.BytesIO()
     with collection_paused():
-        _pickler_of(pickle_module.Pickler)(file, met, pickle_protocol).dump(obj)
-        first = [("data.pkl", file.getvalue()), *small_records(disable_byteorder_record)]
-        return Capture([*first, *met.records()], met.tensors)
+        pickler = _pickler_of(pickle_module.Pickler)(file, met, pickle_protocol)
+        pickler.dump(obj)
+        pickled = Pickle.of(pickler, file, met)
+        others = [*small_records(disable_byteorder_record), *met.records()]
+        return Capture(pickled, others, met.tensors)
 
 
 def small_records(disable_byteorder_record: bool = False) -> tuple[tuple[str, bytes], ...]:
@@ -114,36 +136,47 @@ def _small_records(disable_byteorder_record: bool, *_told: object) -> tuple[tupl
 
 
 class _Met:
-    """The storages and tensors that a pickler meets."""
+    """The storages and tensors that a pickler meets.
+
+    Attributes:
+        holes: for each tensor that the pickler left out, in order: what Pickle writes in its place;
+            for one that it met before, only the place of the first time.
+        hole: the number that the pickler writes instead of these, which occurs nowhere else.
+    """
 
     def __init__(self, observes: bool, readable: frozenset[str]) -> None:
         self.tensors: list[tuple[torch.Tensor, int]] = []
+        self.holes: list[_Tensor | int] = []
+        self.hole = int.from_bytes(b"\1" + os.urandom(16), "big")
         self._observes = observes
         self._readable = readable
-        self._storages: list[tuple[torch.UntypedStorage, torch.device, int]] = []
+        self._storages: list[tuple[torch.UntypedStorage, str, int]] = []  # device type, size
         self._types: dict[torch.device, str] = {}  # as a device's attribute they take long
-        self._keys: dict[int, str] = {}
+        self._known: dict[int, tuple[str, str, int]] = {}  # see _meet(); by _cdata
         self._of_tensors: set[int] = set()
         self._dtypes: dict[int, torch.dtype] = {}
         self._locations: dict[torch.device, str] = {}
         self._tags_devices = _tags_devices()
+        self._place_of: dict[int, int] = {}  # in holes, by the tensor's identity
+        self._alive: list[torch.Tensor] = []  # so that identities stay theirs
 
-    def note(self, tensor: torch.Tensor, number: int | None = None) -> None:
-        """Records a pickled tensor, if tensors are observed: its version counter, and its storage's
-        number (_cdata), which is looked up if it is not given.
-        """
+    def note(self, tensor: torch.Tensor) -> None:
+        """Records a pickled tensor, if tensors are observed: its version counter."""
         if not self._observes:
             return
-        if number is None:
-            if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):
-                return  # it has no data yet
-            try:
-                number = tensor.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):
-                number = 0  # it has no storage of its own
-        self._of_tensors.add(number)
-        with suppress(RuntimeError):  # a tensor of inference mode counts no changes
+        if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):
+            return  # it has no data yet
+        try:
+            self._of_tensors.add(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            pass  # it has no storage of its own
+        self._count(tensor)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        try:
             self.tensors.append((tensor, tensor._version))
+        except RuntimeError:
+            pass  # a tensor of inference mode counts no changes
 
     def _type_of(self, device: torch.device) -> str:
         kind = self._types.get(device)
@@ -155,68 +188,203 @@ class _Met:
         """Returns torch's persistent id for a storage that is viewed as this dtype; `kind` is the
         dtype's legacy class.
         """
-        number, nbytes, device = storage._cdata, storage.nbytes(), storage.device
-        address = 0 if self._type_of(device) == "meta" else storage.data_ptr()
+        number, device, nbytes = storage._cdata, storage.device, storage.nbytes()
+        known = self._known.get(number)
+        if known is None:
+            known = self._known[number] = self._meet(storage, device, nbytes)
+        key, location, address = known
         if address and self._dtypes.setdefault(address, dtype) is not dtype:
             raise RuntimeError(
                 "Cannot save multiple tensors or storages that view the same data as different "
                 "types"
             )
-        key = self._keys.get(number)
-        if key is None:
-            key = self._keys[number] = str(len(self._storages))
-            self._storages.append((storage, device, nbytes))
+        return "storage", kind, key, location, nbytes // dtype.itemsize
+
+    def _meet(
+        self, storage: torch.UntypedStorage, device: torch.device, nbytes: int
+    ) -> tuple[str, str, int]:
+        """Returns the key, the location and the address of a storage that is met for the first
+        time.
+        """
+        device_type = self._type_of(device)
         location = self._locations.get(device)
         if location is None:
             location = torch.serialization.location_tag(storage)
             if self._tags_devices:
                 self._locations[device] = location
-        return "storage", kind, key, location, nbytes // dtype.itemsize
+        self._storages.append((storage, device_type, nbytes))
+        address = 0 if device_type == "meta" else storage.data_ptr()
+        return str(len(self._storages) - 1), location, address
 
-    def reduced(self, tensor: torch.Tensor) -> Any:
-        """Returns the result of a torch.Tensor's __reduce_ex__ in a third of the time, and records
-        the tensor; returns NotImplemented for a tensor with special attributes.
+    def left_out(self, tensor: torch.Tensor) -> int | None:
+        """Returns the number that the pickler writes instead of a torch.Tensor, and records what
+        the tensor's __reduce_ex__ would return; returns None for a tensor with special attributes.
         """
+        place = self._place_of.get(id(tensor))
+        if place is not None:
+            self.holes.append(place)
+            return self.hole
         dtype = tensor.dtype
         kind = _LEGACY.get(dtype)
         if kind is None or tensor.layout is not torch.strided or tensor.is_nested:
-            return NotImplemented
+            return None
         if tensor.__dict__ or tensor._backward_hooks or tensor.is_neg():
-            return NotImplemented
+            return None
         if self._type_of(tensor.device) not in self._readable:
-            return NotImplemented
+            return None
         storage = tensor.untyped_storage()
-        self.note(tensor, storage._cdata)
-        identity = _Identity(self.identified(storage, dtype, kind))
-        begin, sizes, strides = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
-        return _REBUILD, (identity, begin, sizes, strides, tensor.requires_grad, OrderedDict())
+        identity = self.identified(storage, dtype, kind)
+        if self._observes:
+            self._of_tensors.add(storage._cdata)
+            if storage.nbytes() > BY_VALUE_BYTES:
+                self._count(tensor)
+        self._place_of[id(tensor)] = len(self.holes)
+        self._alive.append(tensor)
+        offset, sizes, strides = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        self.holes.append((identity, offset, sizes, strides, tensor.requires_grad))
+        return self.hole
 
     def records(self) -> list[tuple[str, bytes | torch.UntypedStorage]]:
         """Returns the storages' records, with copies of storages that cannot be read later."""
         result: list[tuple[str, bytes | torch.UntypedStorage]] = []
         copies: list[torch.Tensor] = []
         originals: list[torch.Tensor] = []
-        for storage, device, nbytes in self._storages:
+        observes, readable = self._observes, self._readable
+        for storage, kind, nbytes in self._storages:
             content: bytes | torch.UntypedStorage = storage
-            kind = self._type_of(device)
-            if kind not in self._readable:
+            if kind not in readable:
                 content = storage.cpu()  # type: ignore[no-untyped-call]
-            elif self._observes and nbytes and not self._lasts(storage, nbytes):
-                if kind == "cpu":
-                    content = ctypes.string_at(storage.data_ptr(), nbytes)
-                else:
-                    octets = torch.empty(0, dtype=torch.uint8, device=device)
-                    originals.append(octets.set_(storage))
-                    copies.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
-                    content = copies[-1].untyped_storage()
+            elif not observes or not nbytes:
+                pass
+            elif nbytes > BY_VALUE_BYTES and storage._cdata in self._of_tensors:
+                pass  # it may be read later, because torch counts its changes
+            elif kind == "cpu":
+                content = ctypes.string_at(storage.data_ptr(), nbytes)
+            else:
+                octets = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                originals.append(octets.set_(storage))
+                copies.append(torch.empty(nbytes, dtype=torch.uint8, device=storage.device))
+                content = copies[-1].untyped_storage()
             result.append((f"data/{len(result)}", content))
         if copies:  # hundreds by one kernel, in the order of the streams; the host does not wait
             torch._foreach_copy_(copies, originals)
         return result
 
-    def _lasts(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
-        """Returns whether a storage may be read later, because torch counts its changes."""
-        return nbytes > BY_VALUE_BYTES and storage._cdata in self._of_tensors
+
+# The arguments of torch._utils._rebuild_tensor_v2 for a tensor. The first one is the result of
+# _Met.identified.
+_Tensor: TypeAlias = tuple[tuple[str, Any, str, str, int], int, torch.Size, tuple[int, ...], bool]
+
+
+class Pickle:
+    """A pickle with a hole in the place of each plain tensor.
+
+    torch's pickler asks Python some twenty times for each tensor. So the caller waits only until
+    the rest is pickled, and what a tensor's pickle consists of is put in later.
+
+    Attributes:
+        content: the pickle, with the holes.
+    """
+
+    def __init__(
+        self,
+        content: bytes,
+        marker: bytes = b"",
+        holes: Sequence[_Tensor | int] = (),
+        memo_size: int = 0,
+    ) -> None:
+        self.content = content
+        self._marker, self._holes = marker, holes
+        self._memo_size = memo_size  # memo entries from here on are free
+        self._memo: dict[bytes | int, bytes] = {}  # how a text, a class or a tensor is repeated
+
+    @classmethod
+    def of(cls, pickler: Any, file: io.BytesIO, met: _Met) -> Pickle:
+        """Returns the pickle that a pickler has written to a file."""
+        content = file.getvalue()
+        if not met.holes:
+            return cls(content)
+        pickler.dump([])  # its place in the memo is the first free one
+        put = file.getvalue()[len(content) + 3 : -1]
+        memo_size = int.from_bytes(put[1:], "little")
+        return cls(content, _LONG + met.hole.to_bytes(17, "little") + b"Q", met.holes, memo_size)
+
+    def complete(self) -> bytes:
+        """Returns the pickle with all tensors; to be called once."""
+        if not self._holes:
+            return self.content
+        first, *rest = self.content.split(self._marker)
+        repeated = {place for place in self._holes if isinstance(place, int)}
+        parts = [first]
+        for place, (tensor, after) in enumerate(zip(self._holes, rest, strict=True)):
+            if isinstance(tensor, int):
+                parts.append(self._memo[tensor])
+            else:
+                parts.append(self._operations(tensor))
+                if place in repeated:
+                    parts.append(self._put(place))
+            parts.append(after)
+        self._holes = ()
+        return b"".join(parts)
+
+    def _operations(self, tensor: _Tensor) -> bytes:
+        (word, kind, key, location, count), offset, sizes, strides, requires_grad = tensor
+        return b"".join(
+            (
+                self._once(b"ctorch._utils\n_rebuild_tensor_v2\n"),
+                b"((",
+                self._once(_text(word)),
+                self._once(f"c{kind.__module__}\n{kind.__name__}\n".encode()),
+                _text(key),
+                self._once(_text(location)),
+                _integer(count),
+                b"tQ",
+                _integer(offset),
+                _integers(sizes),
+                _integers(strides),
+                b"\x88" if requires_grad else b"\x89",
+                self._once(b"ccollections\nOrderedDict\n"),
+                b")RtR",
+            )
+        )
+
+    def _once(self, operations: bytes) -> bytes:
+        """Returns operations that push a value; the next time, the one that repeats it."""
+        known = self._memo.get(operations)
+        return operations + self._put(operations) if known is None else known
+
+    def _put(self, what: bytes | int) -> bytes:
+        """Returns the operation that puts the last value into the memo."""
+        number = self._memo_size
+        self._memo_size += 1
+        if number < 256:
+            self._memo[what] = b"h%c" % number
+            return b"q%c" % number
+        place = number.to_bytes(4, "little")
+        self._memo[what] = b"j" + place
+        return b"r" + place
+
+
+_LONG = b"\x8a\x11"  # an integer of 17 bytes follows
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode("utf-8", "surrogatepass")
+    return b"X" + len(encoded).to_bytes(4, "little") + encoded
+
+
+@lru_cache(4096)
+def _integer(number: int) -> bytes:
+    return pickle.dumps(number, 2)[2:-1]
+
+
+@lru_cache(4096)
+def _integers(numbers: tuple[int, ...]) -> bytes:
+    """Returns the operations that push a tuple of integers."""
+    each = b"".join(map(_integer, numbers))
+    return (b")", each + b"\x85", each + b"\x86", each + b"\x87", b"(" + each + b"t")[
+        min(len(numbers), 4)
+    ]
 
 
 def _tags_devices() -> bool:
@@ -226,15 +394,6 @@ def _tags_devices() -> bool:
     taggers = [row[1] for row in getattr(torch.serialization, "_package_registry", ())]
     modules = {getattr(tagger, "func", tagger).__module__ for tagger in taggers}
     return modules == {torch.serialization.__name__}
-
-
-class _Identity:
-    """Stands for a storage in the arguments of a pickled tensor; holds the id that is written."""
-
-    __slots__ = ("written",)
-
-    def __init__(self, written: Any) -> None:
-        self.written = written
 
 
 @lru_cache(8)
@@ -247,17 +406,18 @@ def _pickler_of(base: Any) -> Any:
     class Pickler(base):  # type: ignore[misc]
         def __init__(self, file: io.BytesIO, met: _Met, protocol: int) -> None:
             super().__init__(file, protocol=protocol)
-            registered = copyreg.dispatch_table.keys()
             self._met = met
-            self._knows_dicts = inherited is None and OrderedDict not in registered
-            is_stock = base is pickle.Pickler and torch.Tensor.__reduce_ex__ is _REDUCE
-            self._knows_tensors = is_stock and torch.Tensor not in registered and _knows_tensors()
+            # Later protocols number the memo's entries by themselves, also those in holes.
+            is_stock = base is pickle.Pickler and protocol in (2, 3)
+            registered = torch.Tensor in copyreg.dispatch_table
+            is_stock = is_stock and torch.Tensor.__reduce_ex__ is _REDUCE and not registered
+            self._leaves_out = is_stock and _knows_tensors()
 
         def persistent_id(self, obj: Any) -> Any:
             kind = type(obj)
-            if kind is _Identity:
-                return obj.written
-            if kind in _NO_STORAGES:  # pickle asks for some twenty objects for each tensor
+            if kind is torch.Tensor and self._leaves_out:
+                return self._met.left_out(obj)
+            if kind in _NO_STORAGES:  # pickle asks for each object
                 return None
             if isinstance(obj, torch.storage.TypedStorage):
                 name = obj._pickle_storage_type()  # type: ignore[no-untyped-call]
@@ -268,13 +428,6 @@ def _pickler_of(base: Any) -> Any:
             return None
 
         def reducer_override(self, obj: Any) -> Any:
-            kind = type(obj)
-            if kind is torch.Tensor and self._knows_tensors:
-                reduced = self._met.reduced(obj)
-                if reduced is not NotImplemented:
-                    return reduced
-            if kind is OrderedDict and self._knows_dicts and not obj and not obj.__dict__:
-                return _EMPTY  # every tensor has one, and Python takes long to say so
             if isinstance(obj, torch.Tensor):
                 self._met.note(obj)
             return NotImplemented if inherited is None else inherited(self, obj)
@@ -284,14 +437,13 @@ def _pickler_of(base: Any) -> Any:
 
 @lru_cache(1)
 def _knows_tensors() -> bool:
-    """Returns whether this version of torch reduces a tensor like _Met.reduced()."""
+    """Returns whether this version of torch reduces a tensor to the arguments in _Tensor."""
     tensor = torch.empty_strided((2, 3), (5, 1), device="cpu")
     found, rest = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     wanted: Any = (0, (2, 3), (5, 1), False, OrderedDict())
     return found is _REBUILD and type(rest[0]) is torch.storage.TypedStorage and rest[1:] == wanted
 
 
-_EMPTY = OrderedDict, ()
 _REBUILD, _REDUCE = torch._utils._rebuild_tensor_v2, torch.Tensor.__reduce_ex__
 # Complex numbers may be conjugates, which is told.
 _LEGACY = {

@@ -79,7 +79,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
         """torchtitan's checkpoint config, with fastckpt's options."""
 
-        options: SaveOptions = SaveOptions(fence="step")
+        options: SaveOptions = SaveOptions()
         """The fence, how errors are handled, and how files are written (see SaveOptions). Exports
         are staged in host memory.
         """

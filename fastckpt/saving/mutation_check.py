@@ -12,7 +12,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -123,9 +123,9 @@ class WatchedTensors:
         with torch._C._DisableTorchDispatch():  # a dispatch mode of the caller must not see this
             lasting = [item for item in tensors if not _is_copied(item[0])]
             if are_aliases:
-                self._counters = [_Counter(alias, alias, version) for alias, version in lasting]
+                self._counters = [(alias, alias, version) for alias, version in lasting]
             else:
-                self._counters = [_Counter.of(*item) for item in lasting]
+                self._counters = [(tensor, _alias(tensor), version) for tensor, version in lasting]
         tensors.clear()  # in place: the pickler's class refers to this list, in a cycle
         self._samples = _samples(self._counters)
         self._obj = obj
@@ -143,9 +143,9 @@ class WatchedTensors:
             return self._changed is not None
 
     def _change(self) -> tuple[torch.Tensor, object, str] | None:
-        for counter in self._counters:
-            if counter.alias._version != counter.version:
-                return counter.tensor, self._obj, "changed in place"
+        for tensor, alias, version in self._counters:
+            if alias._version != version:
+                return tensor, self._obj, "changed in place"
         for sample in self._samples:
             if sample.differs():
                 return sample.tensor, self._obj, _UNCOUNTED
@@ -176,26 +176,17 @@ class WatchedTensors:
             )
 
 
-class _Counter(NamedTuple):
-    """A tensor and its version counter.
+# A tensor of the state, for its name; an alias with the saved memory and this memory's version
+# counter; and the counter's value at the call of save(). The tensor's own memory and counter can be
+# replaced by `set_`, `.data =` and swap_tensors. It is a plain tuple because the caller waits.
+_Counter: TypeAlias = tuple[torch.Tensor, torch.Tensor, int]
 
-    Attributes:
-        tensor: the tensor of the state, for its name. Its memory and counter can be replaced by
-            `set_`, `.data =` and swap_tensors.
-        alias: a tensor that keeps the saved memory and the counter of this memory.
-        version: the alias's counter at the call of save().
-    """
 
-    tensor: torch.Tensor
-    alias: torch.Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, version: int) -> _Counter:
-        """Returns the counter of a tensor that was captured at this version."""
-        if type(tensor) not in _OF_TORCH or tensor.layout is not torch.strided:
-            return cls(tensor, tensor, version)
-        return cls(tensor, tensor.detach(), version)
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that keeps this tensor's memory and version counter, if there can be one."""
+    if type(tensor) not in _OF_TORCH or tensor.layout is not torch.strided:
+        return tensor
+    return tensor.detach()
 
 
 class _Sample(NamedTuple):
@@ -220,16 +211,15 @@ def _samples(counters: Sequence[_Counter]) -> list[_Sample]:
         counters = _RANDOM.sample(counters, _SAMPLED_TENSORS)
     samples: list[_Sample] = []
     with torch._C.DisableTorchFunctionSubclass():
-        for counter in counters:
+        for tensor, alias, _version in counters:
             try:
-                samples += _samples_of(counter)
+                samples += _samples_of(tensor, alias)
             except (NotImplementedError, RuntimeError):
                 continue  # the tensor does not own memory
     return samples
 
 
-def _samples_of(counter: _Counter) -> Iterator[_Sample]:
-    tensor = counter.alias
+def _samples_of(named: torch.Tensor, tensor: torch.Tensor) -> Iterator[_Sample]:
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
         return
     storage, size = tensor.untyped_storage(), tensor.element_size()
@@ -246,7 +236,7 @@ def _samples_of(counter: _Counter) -> Iterator[_Sample]:
         nbytes = size
     for offset in offsets:
         content = ctypes.string_at(address + offset, nbytes)
-        yield _Sample(counter.tensor, storage, offset, content)
+        yield _Sample(named, storage, offset, content)
 
 
 def _any_element(tensor: torch.Tensor) -> int:

@@ -319,10 +319,11 @@ def test_an_error_of_a_save_is_told_by_what_waits_for_it(run: Runs, disk: Path) 
 
 
 def test_the_command_line_of_torchtitan_takes_the_options() -> None:
-    given = ["--options.fence", "call", "--options.staging-bytes", "1GiB", "--codec", "zstd"]
+    given = ["--options.fence", "step", "--options.staging-bytes", "1GiB", "--codec", "zstd"]
     config = tyro.cli(FastckptCheckpointer.Config, args=given)
-    assert config.options == fastckpt.SaveOptions(staging_bytes="1GiB") and config.codec == "zstd"
-    assert FastckptCheckpointer.Config().options == fastckpt.SaveOptions(fence="step")
+    assert config.options == fastckpt.SaveOptions(fence="step", staging_bytes="1GiB")
+    assert config.codec == "zstd"
+    assert FastckptCheckpointer.Config().options == fastckpt.SaveOptions()
     with pytest.raises(TypeError, match=r"options is .* must be a fastckpt\.SaveOptions"):
         FastckptCheckpointer.Config(options={"fence": "step"})
 

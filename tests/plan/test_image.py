@@ -13,6 +13,7 @@ import json
 import pickle
 import random
 import struct
+import types
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip
 from fastckpt.formats.image_builder import TAIL_BYTES_MAX
-from fastckpt.formats.torch_pickle import Capture, capture
+from fastckpt.formats.torch_pickle import Capture, Pickle, capture
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, address_of, block_count
 from fastckpt.reading import verified
 from tests.kit.slots import slots_of
@@ -94,7 +95,13 @@ def captured(obj: object) -> Capture:
 
 
 def with_records(records: Sequence[tuple[str, bytes | torch.UntypedStorage]]) -> Capture:
-    return Capture(records=[*PREAMBLE, *records])
+    return of_records([*PREAMBLE, *records])
+
+
+def of_records(records: Sequence[tuple[str, bytes | torch.UntypedStorage]]) -> Capture:
+    (_name, pickled), *others = records
+    assert isinstance(pickled, bytes)
+    return Capture(Pickle(pickled), others, [])
 
 
 def storages_of(taken: Capture) -> list[torch.UntypedStorage]:
@@ -169,10 +176,24 @@ def assert_same_records(ours: bytes, stock: bytes) -> None:
     assert without_mark(ours)[:end] == stock[:end]
 
 
+def with_our_pickle(obj: object) -> Any:
+    """A pickle module that gives torch.save our pickle of an object, so that all else that torch
+    writes can be compared.
+    """
+    content = dict(captured(obj).records)["data.pkl"]
+
+    class Pickler(pickle.Pickler):
+        def __init__(self, file: io.BytesIO, protocol: int) -> None:
+            super().__init__(io.BytesIO(), protocol)
+            file.write(content)  # type: ignore[arg-type]
+
+    return types.SimpleNamespace(__name__="ours", Pickler=Pickler)
+
+
 def stock_save(obj: object, alignment: int) -> bytes:
     buffer = io.BytesIO()
     with config.patch({"save.storage_alignment": alignment}):
-        torch.save(obj, buffer)
+        torch.save(obj, buffer, with_our_pickle(obj))
     return buffer.getvalue()
 
 
@@ -193,11 +214,12 @@ def stock_records(
 
 def stock_end_of_records(obj: object, path: Path, alignment: int) -> int:
     """Where the last data record ends in the file torch makes, found without writing any data."""
+    module = with_our_pickle(obj)
     with (
         config.patch({"save.storage_alignment": alignment}),
         torch.serialization.skip_data(),
     ):
-        torch.save(obj, path)
+        torch.save(obj, path, module)
     with zipfile.ZipFile(path) as archive:
         return archive.getinfo(f"{PREFIX}version").header_offset
 
@@ -380,9 +402,7 @@ def test_alignment_changes_at_one_percent(tmp_path: Path) -> None:
 
 def test_capture_that_cannot_tell_its_alignment_gets_torchs() -> None:
     records = [record for record in PREAMBLE if record[0] != ".storage_alignment"]
-    image = torch_zip.layout(
-        Capture(records=[*records, ("data/0", torch.UntypedStorage(64 << 20))])
-    )
+    image = torch_zip.layout(of_records([*records, ("data/0", torch.UntypedStorage(64 << 20))]))
     (data,) = [segment for segment in image.rows() if segment.nbytes == 64 << 20]
     assert data.offset < PAGE_BYTES
 

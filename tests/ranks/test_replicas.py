@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from fastckpt.errors import RanksDisagree
 from fastckpt.formats import torch_zip
-from fastckpt.formats.torch_pickle import Capture
+from fastckpt.formats.torch_pickle import Capture, Pickle
 from fastckpt.formats.torch_zip import (
     SMALL_BYTES,
     SMALL_SUM_BYTES_MAX,
@@ -284,10 +284,10 @@ Content = bytes | torch.UntypedStorage
 
 def captured(contents: list[Content], pickled: bytes = b"pickle") -> Capture:
     """Records in the order in which torch's pickler gives them."""
-    records: list[tuple[str, Content]] = [("data.pkl", pickled), (".format_version", b"1")]
-    records += [(".storage_alignment", b"64"), ("byteorder", b"little")]
-    records += [(f"data/{number}", content) for number, content in enumerate(contents)]
-    return Capture(records=records)
+    others: list[tuple[str, Content]] = [(".format_version", b"1"), (".storage_alignment", b"64")]
+    others.append(("byteorder", b"little"))
+    others += [(f"data/{number}", content) for number, content in enumerate(contents)]
+    return Capture(Pickle(pickled), others, [])
 
 
 def storage(nbytes: int) -> torch.UntypedStorage:
