@@ -272,11 +272,12 @@ class VerifiedFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence]
-        if base + offset < 0:
+        if whence != os.SEEK_SET:
+            offset += {os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence]
+        if offset < 0:
             raise OSError(errno.EINVAL, "seek before the beginning of the file")
-        self._position = base + offset
-        return self._position
+        self._position = offset
+        return offset
 
     def defer(self) -> None:
         """Stops reading large storages in readinto(); fill() reads them later."""
@@ -314,18 +315,21 @@ class VerifiedFile(io.RawIOBase):
 
     def readinto(self, target: Any) -> int:
         view = memoryview(target).cast("B")
-        nbytes = max(0, min(len(view), self.nbytes - self._position))
-        body = max(0, min(nbytes, self._index.body_nbytes - self._position))
+        position, body_end = self._position, self._index.body_nbytes
+        nbytes = body = len(view)
+        if position + nbytes > body_end:
+            nbytes = max(0, min(nbytes, self.nbytes - position))
+            body = max(0, min(nbytes, body_end - position))
         if self._defers(nbytes, body):
             view[: len(_MARK)] = _MARK
             address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-            self._deferred[address] = self._position, nbytes
-        elif body:
-            self._check(self._stream.readinto(view[:body], self._position))
+            self._deferred[address] = position, nbytes
+        elif body and not self._stream.readinto(view[:body], position):
+            self._check(False)
         if nbytes > body:
-            begin = self._position + body - self._index.body_nbytes
+            begin = position + body - body_end
             view[body:nbytes] = self._index.tail[begin : begin + nbytes - body]
-        self._position += nbytes
+        self._position = position + nbytes
         return nbytes
 
     def verify_all(self) -> None:
