@@ -205,7 +205,7 @@ _RAISE_LIMITS = (
 )
 
 QUEUE_DEPTH = 16
-WINDOW_BLOCKS = 16  # how far a load reads ahead of torch
+WINDOW_BLOCKS = 16  # how far a load reads ahead of torch, at most
 IO_THREADS = 4
 MOUNTS_MAX = 8  # with backends of their own; those met later share the last one's
 STAGERS_MAX = 4
@@ -233,6 +233,7 @@ class Route(NamedTuple):
     patience_s: float = 0.0  # for how long a write that a server refuses is tried again
     bucket: _engine.TokenBucket | None = None  # limits the rate
     refusal: Callable[[], str] | None = None  # says why a write failed; None: the storage does
+    ahead: int = WINDOW_BLOCKS  # how many blocks a load reads ahead
 
 
 class Staging:
@@ -335,6 +336,9 @@ class Staging:
         """
         direct, why, policy = self._direct(fd, path, requested, writing, offset)
         patience_s = PATIENCE_S if policy.remote else 0.0
+        # A few blocks keep a local disk busy, and files with many blocks in flight delay each
+        # other: loads of 8 files took 1.3 x as long with 16 blocks of each as with 6.
+        ahead = 2 + 2 * stager_count() if direct and not policy.remote else WINDOW_BLOCKS
         choice = policy.backend if requested == "auto" else requested
         if requested != "auto":
             why = f"{why}; backend {requested!r} was requested"
@@ -343,13 +347,13 @@ class Staging:
         if choice == "io_uring":
             ring = self._uring_backend(self._mount(fd))
             if not isinstance(ring, str):
-                return self._decided(Route(ring, direct, why, patience_s), path)
+                return self._decided(Route(ring, direct, why, patience_s, ahead=ahead), path)
             if requested == "io_uring":
                 raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
             why = f"{why}; but {ring}"
         count = IO_THREADS if writing else policy.readers
         threads = self._threads(f"{count} threads", fd, count)
-        return self._decided(Route(threads, direct, why, patience_s), path)
+        return self._decided(Route(threads, direct, why, patience_s, ahead=ahead), path)
 
     def input_route(self, file: InputFile) -> Route:
         """Chooses the route for reading a file; raises like route()."""
@@ -523,7 +527,7 @@ class Staging:
                 )
                 arena_bytes = max(1, window_blocks) * block_bytes
                 engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
-            window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
+            window = max(1, min(route.ahead, engine.arena_blocks // 2))
             of_engine = engine.read(
                 file.fd, nbytes, list(crcs), route.sink, route.direct, window, list(wanted)
             )
