@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -31,6 +33,7 @@ log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
 Fetch = Callable[[str, bool], str]
+_FETCHES = 2  # files fetched at a time: one comes at the speed of one core
 
 
 class StepCopies:
@@ -66,6 +69,7 @@ class StepCopies:
         self._staging = staging
         self._directories = directories
         self._fetch, self._fetched = fetch, dict[str, str]()
+        self._coming = dict[str, Future[bool]]()  # fetches that ahead() has begun
         self._unbrought = set[str]()  # files whose failed fetch was reported
         self._open_shards, self._bodies = open_shards, dict[str, Body]()
         self.kept = kept
@@ -119,11 +123,40 @@ class StepCopies:
             self._number[file] = 0
         return self._fetched[file] != ""
 
+    def ahead(
+        self, shards: Iterable[tuple[ShardIndex, T]]
+    ) -> Generator[tuple[ShardIndex, T], None, None]:
+        """Yields the pairs, and meanwhile fetches missing shards of the next ones. Close the
+        iterator: this waits for fetches that have begun.
+        """
+        if self._fetch is None:
+            yield from shards
+            return
+        with ThreadPoolExecutor(_FETCHES, "fastckpt-fetch") as threads:
+            waiting = deque[tuple[ShardIndex, T]]()
+            try:
+                for index, value in shards:
+                    if not self._has(index.file, 0):
+                        with suppress(RuntimeError):  # no thread can start: fetched in its turn
+                            fetch = threads.submit(self._brought, index.file, is_damaged=False)
+                            self._coming[index.file] = fetch
+                    waiting.append((index, value))
+                    if len(waiting) > _FETCHES:
+                        yield waiting.popleft()
+                yield from waiting
+            finally:
+                self._coming.clear()
+                threads.shutdown(cancel_futures=True)
+
     def _first_whole(self, file: str, read: Callable[[], T]) -> T:
         unread: StorageError | MemoryError | None = None
-        if self._fetch is not None and not self._has(file, 0):
+        coming = self._coming.pop(file, None)
+        if self._fetch is not None and (coming is not None or not self._has(file, 0)):
             try:
-                self._brought(file, is_damaged=False)
+                if coming is None:
+                    self._brought(file, is_damaged=False)
+                else:
+                    coming.result()
             except StorageError as error:
                 unread = error
                 if file not in self._unbrought:

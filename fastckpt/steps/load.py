@@ -9,7 +9,7 @@ import io
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +67,21 @@ def _common(index: ShardIndex, keys: Collection[str]) -> list[str]:
     if len(keys) < len(index.by_key):
         return [key for key in keys if key in index.by_key]
     return [key for key in index.by_key if key in keys]
+
+
+def _rows_of(
+    indexes: Iterable[ShardIndex], buffers: Mapping[str, Sequence[tuple[Target, torch.Tensor]]]
+) -> Iterator[tuple[ShardIndex, list[CopyRow]]]:
+    """Yields the indexes of the shards that hold parts of the targets, and the copies of each."""
+    for index in indexes:
+        rows: list[CopyRow] = []
+        for key in _common(index, buffers):
+            for piece, (target, tensor) in product(index.by_key[key], buffers[key]):
+                rows += copies(
+                    piece.box, piece.begin, target.box, tensor.data_ptr(), tensor.element_size()
+                )
+        if rows:
+            yield index, rows
 
 
 def base_beside(
@@ -401,14 +416,8 @@ class StepReader:
         queue = reads.ranges[0].queue if reads.ranges else None
         direct, _why = self._staging.gds.way(staging, queue)
         note_overwritten(target.tensor for target in targets)
-        for index in indexes:
-            rows: list[CopyRow] = []
-            for key in _common(index, buffers):
-                for piece, (target, tensor) in product(index.by_key[key], buffers[key]):
-                    rows += copies(
-                        piece.box, piece.begin, target.box, tensor.data_ptr(), tensor.element_size()
-                    )
-            if rows:
+        with closing(self.copies.ahead(_rows_of(indexes, buffers))) as shards:
+            for index, rows in shards:
                 self._read_file(index, sorted(rows), reads, direct)
         converted = (
             key

@@ -11,9 +11,10 @@ import errno
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,10 @@ class Peers:
     ) -> None:
         self._memory, self._steps, self._ring, self._rank = memory, steps, ring, rank
         self._within_s = timeout_s / _PART_OF_TIMEOUT
+        # The holder limits the rate of each connection.
+        self._turn: AbstractContextManager[Any] = nullcontext()
+        if memory.rate_bytes is not None:
+            self._turn = threading.Lock()
         try:
             self._listener = Listener(host)
         except (OSError, TypeError) as error:  # a TypeError: it cannot be a host's name
@@ -383,7 +388,7 @@ class Peers:
         troubles, number = list[str](), 0
         for rank in map(self._rank_on, holders):
             try:
-                with self._linked(rank) as link:
+                with self._turn, self._linked(rank) as link:
                     link.limit(time.monotonic() + self._within_s)
                     size, there = self._request(link, file, item.manifest.nonce)
                     if size != nbytes:

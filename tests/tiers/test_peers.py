@@ -13,16 +13,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 import pytest
 
 from fastckpt import Checkpointer, Memory, StorageError
 from fastckpt.formats.manifest import Manifest
+from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.formats.step_names import SPARES
+from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.peer_link import _UNPROVEN_MAX, PART_BYTES, PeerLink, connected
+from fastckpt.saving.pipeline import current
 from fastckpt.saving.ring import Ring
+from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode
@@ -340,3 +344,24 @@ def test_nothing_is_left_when_it_ends(disk: Path) -> None:
     silent.close()
     wait_until(lambda: {*threading.enumerate()} <= before)
     wait_until(lambda: len(os.listdir("/proc/self/fd")) == fds)
+
+
+def test_missing_shards_are_fetched_two_at_a_time(disk: Path) -> None:
+    """The next copy of a shard is read if it could not be fetched."""
+    met, root = threading.Barrier(2, timeout=60), str(disk / "root")
+
+    def fetch(file: str, is_damaged: bool) -> str:
+        met.wait()
+        if file == "1":
+            raise StorageError("fetch", file, errno.ETIMEDOUT)
+        (disk / file).touch()
+        return f"neighbour:{file}"
+
+    def index(file: str) -> ShardIndex:
+        return ShardIndex("ab" * 8, 0, file, 0, 0, BLOCK_BYTES, (), None, (), (), None)
+
+    copies = StepCopies(Storage(), current().staging, [str(disk), root], fetch=fetch)
+    with closing(copies.ahead((index(file), file) for file in "0123")) as shards:
+        for shard, file in shards:
+            assert copies.whole(shard.file, lambda file=file: file) == file
+    assert copies.sources == {file: f"neighbour:{file}" for file in "023"} | {"1": f"{root}/1"}
