@@ -45,7 +45,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test setup-other test-other test-versions torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-weights bench-burst bench-objects bench-network bench-memory bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
+.PHONY: help setup build test setup-other test-other test-versions torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-weights bench-burst bench-objects bench-healing bench-network bench-memory bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -128,7 +128,7 @@ bench: build  ## measure against the alternatives; BENCH_ARGS goes to benchmarks
 	@$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
 
 .PHONY: bench-all
-bench-all: build  ## measure all of it, and write the tables of the documents (an hour)
+bench-all: build  ## measure all of it, and write the tables of the documents (less than an hour)
 	@$(BENCH_PYTHON) benchmarks/bench_all.py $(BENCH_ARGS)
 
 bench-ranks: build  ## measure several ranks; BENCH_ARGS goes to benchmarks/ranks.py
@@ -157,6 +157,9 @@ bench-objects: build  ## measure saves to an object store; BENCH_ARGS goes to be
 
 bench-memory: build  ## measure steps in memory; BENCH_ARGS goes to benchmarks/memory.py
 	@$(BIN)/python benchmarks/memory.py $(BENCH_ARGS)
+
+bench-healing: build  ## measure healing through torchft; BENCH_ARGS goes to benchmarks/healing.py
+	@$(BIN)/python benchmarks/healing.py $(BENCH_ARGS)
 
 bench-network: build  ## measure network file systems, as root; BENCH_ARGS goes to benchmarks/network.py
 	@$(BIN)/python benchmarks/network.py $(BENCH_ARGS)

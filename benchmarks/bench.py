@@ -24,7 +24,7 @@ import harness
 from ceiling import Ceiling
 from dragging import run_drag
 from harness import progress
-from one_core import run_codecs, run_crc
+from one_core import run_codecs
 from report import SECTIONS, failures
 from rivals import PEERS
 from rivals.environment import file_of, requirements
@@ -32,12 +32,12 @@ from rivals.fastckpt_save import Fastckpt
 from rivals.peer import Peer, try_out
 from rivals.process import in_process_of, reason_of
 from rivals.torch_save import TorchSave
-from saving import run_saves, run_small
+from saving import run_again, run_saves, run_small, run_thinned
 
-WORKLOADS = ("stall", "drain", "load", "drag", "many", "small", "crc", "codec")
+WORKLOADS = ("stall", "drain", "load", "drag", "many", "small", "again", "thinned", "codec")
 SAVE_WORKLOADS = {"stall", "drain", "load"}
 DRAG_BYTES = 1 << 30
-SMALL_ROUNDS = 60
+SMALL_ROUNDS, AGAIN_ROUNDS = 60, 20
 
 
 def arguments() -> argparse.Namespace:
@@ -76,22 +76,22 @@ def run(options: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], d
     nbytes = int(options.gib * 2**30)
     peers, missing = available(options.peers)
     results: dict[str, Any] = {}
-    if chosen & SAVE_WORKLOADS:
-        loading = "load" in chosen
-        ceiling = Ceiling(directory, nbytes)
-        if ceiling.missing:
-            missing["fio"] = ceiling.missing
-        saves = run_saves("saves", peers, nbytes, directory, rounds, loading, ceiling)
-        results["saves"] = {**saves, "limit": ceiling.name}
-    if "many" in chosen:
-        results["many"] = run_saves("many", peers, nbytes, directory, rounds, True, None)
+    for kind, loading in (("saves", "load" in chosen), ("many", True)):
+        if kind in chosen or (kind == "saves" and chosen & SAVE_WORKLOADS):
+            ceiling = Ceiling(directory, nbytes, quick=options.gib < 1)
+            if ceiling.missing:
+                missing["fio"] = ceiling.missing
+            found = run_saves(kind, peers, nbytes, directory, rounds, loading, ceiling)
+            results[kind] = {**found, "limit": ceiling.name}
     if "drag" in chosen:
         size = min(nbytes, DRAG_BYTES)
         results["drag"] = run_drag(beside_training(peers), size, directory, rounds)
     if "small" in chosen:
         results["small"] = run_small(peers, directory, max(rounds, SMALL_ROUNDS))
-    if "crc" in chosen:
-        results["crc"] = run_crc(rounds)
+    if "again" in chosen:
+        results["again"] = run_again(nbytes, directory, max(rounds, AGAIN_ROUNDS))
+    if "thinned" in chosen:
+        results["thinned"] = run_thinned(nbytes, directory, rounds)
     if "codec" in chosen:
         results["codec"] = run_codecs(rounds)
     return results, missing
@@ -115,12 +115,11 @@ def main() -> None:
     record["requirements"] = {kind.name: requirements(file_of(kind)) for kind in PEERS}
     rivals = sorted(set().union(*record["requirements"].values()))
     record["notes"] = [f"Rivals: {', '.join(rivals)}"]
-    record["lines"], record["tables"], record["summary"] = {}, {}, {}
+    record["lines"], record["tables"] = {}, {}
     for name, result in results.items():
         section = SECTIONS[name]
-        record["summary"][name] = summary = section.summarize(result)
         title, lines = section.title(result), harness.recorded({"": section.lines(result)})
-        record["lines"][title], record["tables"][title] = lines[""], section.tables(result, summary)
+        record["lines"][title], record["tables"][title] = lines[""], section.tables(result)
     harness.write(record, options.out, "bench")
     print(json.dumps(record, indent=1) if options.json else harness.text(record))
     if any(line.startswith(Fastckpt.name) for line in record["failures"]):

@@ -1,6 +1,6 @@
 """All benchmarks of parts.py, one after another, and the documents that are made of them.
 
-    make bench-all                          # about an hour
+    make bench-all                          # less than an hour
     make bench-all BENCH_ARGS="--tiny"      # a few minutes: whether all runs; no numbers
 
 A part whose record is there, of this code and with these options, is not run again: what was
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import documents
@@ -26,8 +26,9 @@ import harness
 from bench import available
 from harness import ROOT, progress
 from parts import PARTS, RESULTS, Part
-from rivals import PEERS
+from rivals import PEERS, torchft_transport
 from rivals.dcp_s3torchconnector import DcpToS3
+from rivals.environment import interpreter
 from rivals.peer import try_out
 from rivals.process import in_process_of, reason_of
 
@@ -39,10 +40,15 @@ PART_S = 1800
 def prepared() -> None:
     """Make the environments of all rivals."""
     available([kind.name for kind in PEERS])
-    try:
-        in_process_of(DcpToS3({}, ""), try_out)
-    except Exception as error:  # the part says the same
-        progress(f"{DcpToS3.name}: {reason_of(error)}")
+    others: dict[str, Callable[[], object]] = {
+        DcpToS3.name: lambda: in_process_of(DcpToS3({}, ""), try_out),
+        "torchft": lambda: interpreter(Path(torchft_transport.__file__)),
+    }
+    for name, made in others.items():
+        try:
+            made()
+        except Exception as error:  # the part says the same
+            progress(f"{name}: {reason_of(error)}")
 
 
 def is_done(command: str, file: Path) -> bool:

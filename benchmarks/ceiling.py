@@ -1,5 +1,5 @@
 """What the machine can do at best: fio, or where it does not run the bare engine, on the same
-directory, and plain copies in memory.
+directory, plain copies in memory, and a bare socket.
 
 These are the limits the peers are held against. It must not know any peer.
 """
@@ -7,6 +7,9 @@ These are the limits the peers are held against. It must not know any peer.
 from __future__ import annotations
 
 import ctypes
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +24,14 @@ FINALISTS = 2
 CELL_BYTES = 512 << 20
 BLOCK_BYTES_MAX = max(io.BLOCKS)
 WHOLE, QUICK = (io.BLOCKS, io.DEPTHS), (io.QUICK_BLOCKS, io.QUICK_DEPTHS)
+LIMIT = "limit"  # the name of rows of what the machine can do, beside those of what is measured
+LIMITS = {
+    "copied_s": "Tensor.copy_",
+    "written_s": "fio write",
+    "read_s": "fio read",
+    "encoded_s": "the codec alone",
+    "socket_s": "a bare socket",
+}
 
 
 class Ceiling:
@@ -31,7 +42,7 @@ class Ceiling:
     fastest, so that one lucky cell does not set the limit.
 
     Args:
-        quick: tries four block sizes and depths instead of all.
+        quick: tries four block sizes and depths instead of all, and runs the best of them again.
 
     Attributes:
         name: fio, or the engine that takes its place.
@@ -41,7 +52,7 @@ class Ceiling:
 
     def __init__(self, directory: Path, nbytes: int, quick: bool = False) -> None:
         self.nbytes = max(1, round(nbytes / BLOCK_BYTES_MAX)) * BLOCK_BYTES_MAX
-        self.directory = directory
+        self.directory, self.finalists = directory, 1 if quick else FINALISTS
         grid = io.Grid(directory, *(QUICK if quick else WHOLE))
         cells = [cell for point in grid.points for cell in point]
         by_fio = [cell for cell in cells if cell.backend == io.FIO]
@@ -59,7 +70,7 @@ class Ceiling:
         finalists = dict.fromkeys(
             cell
             for operation in operations
-            for cell, _ in sorted(self.cells, key=lambda its: -its[1][operation])[:FINALISTS]
+            for cell, _ in sorted(self.cells, key=lambda its: -its[1][operation])[: self.finalists]
         )
         transfers = io.Transfers(self.directory, self.nbytes)
         found = [transfers.rates(cell) for cell in finalists]
@@ -71,6 +82,41 @@ class Ceiling:
 def shown(rates: io.Rates) -> str:
     """Return rates in words."""
     return ", ".join(f"{key} {rate / 1e9:.2f} GB/s" for key, rate in rates.items())
+
+
+def copy_s(nbytes: int) -> float:
+    """Return the seconds of one Tensor.copy_ of so many bytes into memory that has its pages."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    started = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - started
+
+
+SENDER = """
+import socket, sys
+sent, left = memoryview(bytearray(8 << 20)), int(sys.argv[2])
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as link:
+    link.recv(1)
+    while left > 0:
+        left -= link.send(sent[:left])
+"""
+
+
+def socket_s(nbytes: int) -> float:
+    """Return the seconds that so many bytes take over loopback from another process, through one
+    bare socket.
+    """
+    taken, left = memoryview(bytearray(8 << 20)), nbytes
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", SENDER, str(server.getsockname()[1]), str(nbytes)]
+        with subprocess.Popen(command), server.accept()[0] as link:
+            started = time.perf_counter()
+            link.sendall(b".")
+            while left > 0:
+                if not (count := link.recv_into(taken)):
+                    raise ConnectionError("the sender has ended")
+                left -= count
+            return time.perf_counter() - started
 
 
 def memory_copies(nbytes: int) -> dict[str, float]:

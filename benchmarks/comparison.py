@@ -6,32 +6,25 @@ tables; the bars of report.py take the ratios of single rounds.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
-from harness import Line, Row, median_of, number, spread_of, table
-from report import OURS, by_peer
+from ceiling import LIMIT, LIMITS
+from harness import Rounds, Row, median_of, number, spread_of, table
+from report import CLOCKS, NAMES, OURS, SMALL_BASE, SMALL_LIMIT, by_peer, limits_of
 from rivals import PEERS
 from rivals.fastckpt_save import Fastckpt
+from rivals.torchft_transport import WAYS
 
-NAMES = {
-    "torch.save": "torch.save",
-    "torch.save-nocrc": "torch.save without its checksum",
-    "safetensors": "safetensors",
-    "fastsafetensors": "fastsafetensors",
-    "runai-streamer": "Run:ai Model Streamer",
-    "dcp": "DCP save",
-    "dcp-async": "DCP async_save, default",
-    "dcp-async-stager": "DCP async_save, stager",
-    "dcp-async-pinned": "DCP async_save, pinned",
-    "torchsnapshot": "torchsnapshot take",
-    "torchsnapshot-async": "torchsnapshot async_take",
-    "torch_checkpointing": "torch_checkpointing",
-    "deepspeed": "DeepSpeed FastFileWriter",
-    "fastckpt": "**fastckpt, call fence**",
-    "fastckpt-step": "**fastckpt, step fence**",
-}
-CLOCKS = {"stall_s": "state may change", "durable_s": "durable", "load_s": "cold load"}
 Best = tuple[str, float]  # who, and in how many seconds
+Rivals = dict[str, str]  # with their names in a record
+CHANGED = "1 GiB of weights, 3 % changed"
+DCP: Rivals = {"DCP": "torch async"}
+LOAD: Rivals = {"DCP": "torch loads torch's"}
+DURABLE = ("committed_s", DCP, "written_s")
+TORCHFT: Rivals = {way: way for way in WAYS[1:]}
+HAND: Rivals = {"whole by safetensors": "whole", "gaps and values": "gaps"}
+READ_BY_HAND = {rival: f"read {name}" for rival, name in HAND.items()}
+HF: Rivals = {"HuggingFaceStorageWriter": "torch"}
 
 
 def best_of(medians: dict[str, float | None]) -> Best:
@@ -105,22 +98,6 @@ def cells_of(text: str) -> list[list[str]]:
     return [heads, *rows]
 
 
-def peers(result: Row) -> list[str]:
-    """Return the table of saves and loads by peer, of those that follow others in a process."""
-    groups, limits = by_peer(result["rows"]), result["limits"]
-    clocks = ("returned_s", *CLOCKS)
-    rows = [[NAMES[name], *(spread_of(its, key) for key in clocks)] for name, its in groups.items()]
-    copied = spread_of(limits, "torch_copy_s")
-    rows.append(["*limit:* Tensor.copy_", copied, copied, "-", "-"])
-    for key, place in (("write", 3), ("read", 4)):
-        if speed := median_of(limits, key):
-            row = [f"*limit:* {result.get('limit', 'fio')}, {speed / 1e9:.2f} GB/s", *["-"] * 4]
-            row[place] = number(result["bytes"] / speed)
-            rows.append(row)
-    heads = ["seconds", "call returns", *CLOCKS.values()]
-    return [table(heads, rows)]
-
-
 def details(saves: Row) -> str:
     """Return the first save and load of a process by peer, and how each peer saves."""
     contracts = {kind.name: kind.contract for kind in PEERS}
@@ -133,64 +110,114 @@ def details(saves: Row) -> str:
     return table(heads, rows)
 
 
-def line_of(record: Row, what: str) -> Line:
-    """Return the line of a record that begins so."""
-    sections = record["lines"]
-    lines = (line for found in sections.values() for line in found)
-    return next(Line(**line) for line in lines if line["what"].startswith(what))
+# What ranks and processes have measured: record, what it is called, the name of ours, the clock,
+# the rivals with their names in the record, and the clock of the limit.
+RANKS: tuple[tuple[str, str, str, str, Rivals, str], ...] = (
+    ("dcp", "DCP, two ranks: async_save returns", "fastckpt async", "stall_s", DCP, "copied_s"),
+    ("dcp", "DCP, two ranks: async_save durable", "fastckpt async", *DURABLE),
+    ("dcp", "DCP, two ranks: cold load", "fastckpt loads its own", "loaded_s", LOAD, "read_s"),
+    ("dcp-tmpfs", "DCP, two ranks, tmpfs: async_save is done", "fastckpt async", *DURABLE),
+    (
+        "export",
+        "Hugging Face export, four ranks: durable",
+        "export",
+        "committed_s",
+        HF,
+        "written_s",
+    ),
+    ("weights", f"{CHANGED}: durable", "publish", "committed_s", HAND, "encoded_s"),
+    ("weights", f"{CHANGED}: read", "read publish", "read_s", READ_BY_HAND, ""),
+    ("healing", "torchft, 1 GiB: healed", "fastckpt", "healed_s", TORCHFT, "socket_s"),
+    ("healing", "torchft, 1 GiB: step blocked", "fastckpt", "blocked_s", TORCHFT, ""),
+)
 
 
-def pair(record: Row, what: str) -> tuple[float, float]:
-    """Return the seconds of ours and of theirs that a line has in brackets."""
-    measured = line_of(record, what).measured
-    found = re.search(r"\(([\d.]+) s; ([\d.]+) s\)", measured)
-    assert found is not None, measured
-    return float(found[1]), float(found[2])
+def of_saves(record: Row, kind: str, what: str, keys: Sequence[str]) -> list[list[str]]:
+    """Return the rows of saves by one process."""
+    result = record["results"][kind]
+    rows, limits = result["rows"], limits_of(result)
+    found = []
+    for key in keys:
+        ours, base = (of_peer(rows, name, key) for name in (Fastckpt.name, "torch.save"))
+        limit = named(*limits[key])
+        found.append(row_of(f"{what}: {CLOCKS[key]}", ours, base, best_rival(rows, key), limit))
+    return found
+
+
+def of_ranks(record: Row, what: str, ours: str, key: str, rivals: Rivals, limit: str) -> list[str]:
+    """Return the row of one clock of a benchmark whose rows have names."""
+
+    def of(name: str, key: str) -> float | None:
+        return median_of([row for row in record["results"] if row["name"] == name], key)
+
+    mine, theirs = of(ours, key), {rival: of(name, key) for rival, name in rivals.items()}
+    assert mine is not None, what
+    best = (LIMITS[limit], of(LIMIT, limit)) if limit else None
+    return row_of(what, mine, None, best_of(theirs), best)
+
+
+def named(name: str, rounds: Rounds) -> tuple[str, float | None]:
+    """Return the median of a limit."""
+    return name, median_of([{"s": value} for value in rounds.values()], "s")
+
+
+def of_small(result: Row) -> list[str]:
+    """Return the row of small saves."""
+    medians = {name: median_of([{"s": s} for s in its], "s") for name, its in result.items()}
+    limit = ("write and fsync", medians.get(SMALL_LIMIT))
+    ours = medians[Fastckpt.name] or 0.0
+    return row_of("1 MB in 256 tensors: durable", ours, medians[SMALL_BASE], None, limit)
+
+
+def of_dlio(tables: Row) -> list[list[str]]:
+    """Return the rows of DLIO."""
+    found = []
+    for title, ways in tables.items():
+        seconds = {row[0]: float(row[1].split()[0]) for row in cells_of(ways[0])[1:]}
+        for act in ("write", "read"):
+            ours, base = (seconds[f"{act}, {name}"] for name in ("fastckpt", "torch.save"))
+            limit = (f"fio {act}", seconds.get(f"{act}, fio"))
+            what = f"DLIO {title.partition(':')[0]}: {act}"
+            found.append(row_of(what, ours, base, None, limit))
+    return found
+
+
+def of_gpu(gpu: Row) -> list[list[str]]:
+    """Return the rows of saves from a GPU to a disk."""
+    found, commit = [], gpu["results"]["commit"]
+    nbytes = commit["rows"][0]["file_bytes"]
+
+    def limit(rows: list[Row], act: str) -> tuple[str, float]:
+        rate = median_of(rows, f"{act}_bps")
+        assert rate is not None
+        return f"fastckpt bench io {act}", nbytes / rate
+
+    for head, name in (("copied s", "state may change"), ("durable s", "durable")):
+        its = column(gpu, "commit", head)
+        rival = (NAMES["dcp-async-pinned"], its["dcp-async-pinned"])
+        best = limit(commit["disk"], "write") if name == "durable" else None
+        what = f"H100, 2 GiB: {name}"
+        found.append(row_of(what, its["fastckpt"], its["torch.save"], rival, best))
+    its, best = column(gpu, "load", "s"), limit(gpu["results"]["load"]["limits"], "read")
+    rival, ours = ("safetensors", its["safetensors"]), its["fastckpt.load"]
+    return [*found, row_of("H100, 2 GiB: cold load", ours, its["torch.load"], rival, best)]
 
 
 def comparison(records: dict[str, Row]) -> str:
-    """Return the user's table: ours, torch's own, the best rival, the machine's limit."""
+    """Return the user's table: ours, torch's own, the best rival, the machine's limit. A benchmark
+    without a record has no row.
+    """
     saves = records["saves"]["results"]["saves"]
-    rows, limits = saves["rows"], saves["limits"]
-    size = f"{saves['bytes'] / 2**30:.2g} GiB"
-    limit = {"stall_s": ("Tensor.copy_", median_of(limits, "torch_copy_s"))}
-    for key, kind in (("durable_s", "write"), ("load_s", "read")):
-        speed = median_of(limits, kind)
-        limit[key] = (f"fio {kind}", speed and saves["bytes"] / speed)
-    found: list[list[str]] = []
-    for key, head in CLOCKS.items():
-        base = of_peer(rows, "torch.save", key)
-        ours = of_peer(rows, Fastckpt.name, key)
-        found.append(row_of(f"{size}: {head}", ours, base, best_rival(rows, key), limit[key]))
-    many = records["many"]["results"]["many"]["rows"]
-    for key, head in CLOCKS.items():
-        what = f"many small tensors: {head}"
-        its = [of_peer(many, name, key) for name in (Fastckpt.name, "torch.save")]
-        found.append(row_of(what, its[0], its[1], best_rival(many, key)))
-    small = records["training"]["results"]["small"]["seconds"]
-    medians = {name: median_of([{"s": s} for s in its], "s") for name, its in small.items()}
-    ours, base = medians["fastckpt"] or 0.0, medians["torch.save+fsync+rename+dir"] or 0.0
-    found.append(row_of("1 MB in 256 tensors: durable", ours, base))
-    dcp, name = records["dcp"], "DCP"
-    for what, head in (
-        ("async_save: stall", "DCP, two ranks: async_save returns"),
-        ("async_save: committed", "DCP, two ranks: async_save durable"),
-        ("dcp.load with Reader, its own: cold", "DCP, two ranks: cold load"),
-    ):
-        ours, theirs = pair(dcp, what)
-        found.append(row_of(head, ours, None, (name, theirs)))
-    ours, theirs = pair(records["export"], "committed, of HuggingFaceStorageWriter")
-    rival = ("HuggingFaceStorageWriter", theirs)
-    found.append(row_of("Hugging Face export, four ranks: durable", ours, None, rival))
-    for head, what in (("durable", "committed"), ("read", "cold read into a model")):
-        by_hand = {
-            name: pair(records["weights"], f"{what}, of rank 0 writes {way}")
-            for name, way in (("whole by safetensors", "the whole"), ("gaps and values", "gaps"))
-        }
-        rival = best_of({name: theirs for name, (_ours, theirs) in by_hand.items()})
-        ours = by_hand["gaps and values"][0]
-        found.append(row_of(f"1 GiB of weights, 3 % changed: {head}", ours, None, rival))
-    for server in ("drain", "seaweedfs"):
+    found = of_saves(records["saves"], "saves", f"{saves['bytes'] / 2**30:.2g} GiB", [*CLOCKS])
+    if "tmpfs" in records:
+        size = records["tmpfs"]["results"]["saves"]["bytes"] / 2**30
+        found += of_saves(records["tmpfs"], "saves", f"{size:.2g} GiB, tmpfs", ["durable_s"])
+    if "many" in records:
+        found += of_saves(records["many"], "many", "many small tensors", [*CLOCKS])
+    if "training" in records:
+        found.append(of_small(records["training"]["results"]["small"]["seconds"]))
+    found += [of_ranks(records[name], *told) for name, *told in RANKS if name in records]
+    for server in ("drain", "seaweedfs") if "objects" in records else ():
         seconds = of_ways(records["objects"], server)
         heads = {"committed s": "save", "load s": "load"}
         for head in (head for head in heads if head in seconds):
@@ -198,19 +225,8 @@ def comparison(records: dict[str, Row]) -> str:
             rival = ("DCP, s3torchconnector", its["dcp, s3torchconnector"])
             what = f"bucket ({server}): {heads[head]}"
             found.append(row_of(what, its["fastckpt"], None, rival, ("obstore", its["obstore"])))
-    for title, ways in records["dlio"]["tables"].items():
-        seconds = {row[0]: float(row[1].split()[0]) for row in cells_of(ways[0])[1:]}
-        for act in ("write", "read"):
-            its = [seconds[f"{act}, {name}"] for name in ("fastckpt", "torch.save")]
-            found.append(row_of(f"DLIO {title.partition(':')[0]}: {act}", its[0], its[1]))
-    gpu = records["gpu"]
-    for head, name in (("copied s", "state may change"), ("durable s", "durable")):
-        its = column(gpu, "commit", head)
-        rival = (NAMES["dcp-async-pinned"], its["dcp-async-pinned"])
-        found.append(row_of(f"H100, 2 GiB: {name}", its["fastckpt"], its["torch.save"], rival))
-    its = column(gpu, "load", "s")
-    rival = ("safetensors", its["safetensors"])
-    found.append(row_of("H100, 2 GiB: cold load", its["fastckpt.load"], its["torch.load"], rival))
+    found += of_dlio(records["dlio"]["tables"]) if "dlio" in records else []
+    found += of_gpu(records["gpu"])
     heads = ["seconds", "fastckpt", "torch.save, torch.load", "best rival", "limit of the machine"]
     return table([*heads, "fastest"], found)
 

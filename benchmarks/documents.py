@@ -21,8 +21,8 @@ from pathlib import Path
 import comparison
 import harness
 from harness import ROOT, Line, Row, table
-from parts import RESULTS
-from report import SECTIONS, by_peer
+from parts import PARTS, RESULTS
+from report import NAMES, SECTIONS, Section, by_peer
 
 PAGES = ("measurements", "bars", "dlio")
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / "project" / f"{name}.md" for name in PAGES))
@@ -98,14 +98,19 @@ def source(record: Row, beside: Row | None = None) -> str:
 
 
 def lines_of(record: Row) -> list[Line]:
-    """Return the lines of a record that have a bar, with the names of sections if it has some."""
+    """Return the lines of a record that have a bar or a rival, with the names of sections if it has
+    some.
+    """
     sections = record["lines"]
     sections = {"": sections} if isinstance(sections, list) else sections
+    found = {title: [Line(**line) for line in lines] for title, lines in sections.items()}
+    if of_workloads := workloads(record):  # as today's bars are
+        found = {section.title(its): section.lines(its) for section, its in of_workloads}
     lines = []
-    for title, found in sections.items():
-        where = f"*{record.get('titles', {}).get(title, title)}*: " if len(sections) > 1 else ""
-        barred = [Line(**line) for line in found if line["bar"]]
-        lines += [replace(line, what=f"{where}{line.what}") for line in barred]
+    for title, its in found.items():
+        where = f"*{record.get('titles', {}).get(title, title)}*: " if len(found) > 1 else ""
+        shown = [line for line in its if line.bar or line.rival]
+        lines += [replace(line, what=f"{where}{line.what}") for line in shown]
     return lines
 
 
@@ -139,18 +144,18 @@ def merged(record: Row) -> list[str]:
     return ["\n".join([heads, *rows]) for heads, rows in found.items()]
 
 
+def workloads(record: Row) -> list[tuple[Section, Row]]:
+    """Return the workloads of a record of bench.py, with their results."""
+    results = record.get("results", ())
+    return [(section, results[name]) for name, section in SECTIONS.items() if name in results]
+
+
 def by_workload(record: Row) -> list[str]:
     """Return what a record of bench.py has, from its rows; its bars are on a page of their own."""
-    found = []
-    for name, section in SECTIONS.items():
-        if name in record.get("results", ()):
-            result = record["results"][name]
-            found.append(f"**{section.title(result)}**")
-            if name == "saves":
-                found += comparison.peers(result)
-            else:
-                found += section.tables(result, section.summarize(result))
-    return found
+    tables = [
+        [f"**{section.title(its)}**", *section.tables(its)] for section, its in workloads(record)
+    ]
+    return [text for found in tables for text in found]
 
 
 def part(name: str, beside: Row | None) -> str:
@@ -196,11 +201,9 @@ def dated(record: Row) -> str:
 
 def compare() -> str:
     """Return the user's table: ours beside torch's own, the best rival and the machine's limit."""
-    names = ("saves", "many", "training", "dcp", "export", "weights", "objects", "dlio")
+    names = (*(part.name for part in PARTS), "dlio")
     records = {name: record for name in names if (record := record_of(name)) is not None}
-    if len(records) < len(names):
-        return NOTHING
-    return comparison.comparison({**records, "gpu": on_disk()})
+    return comparison.comparison({**records, "gpu": on_disk()}) if "saves" in records else NOTHING
 
 
 def details() -> str:
@@ -315,7 +318,7 @@ def draw() -> None:
         places = [place + offset for place in range(len(names))]
         bars = axes.barh(places, values, 0.38, label=label, color=color)
         axes.bar_label(bars, fmt="%.2f s", padding=3, fontsize=8)
-    axes.set_yticks(range(len(names)), [comparison.NAMES[name].strip("*") for name in names])
+    axes.set_yticks(range(len(names)), [NAMES[name].strip("*") for name in names])
     axes.set_xlabel(f"seconds, {harness.number(size_of(record), '.2g')} GiB; less is better")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)

@@ -22,7 +22,7 @@ from fastckpt.cli.bench.benchmark import before_clock, in_turn
 from fastckpt.cli.bench.saves import Save, nbytes_of, nothing
 from fastckpt.cli.bench.train import Training, no_save
 
-STEPS = 10  # from one save to the next
+STEPS, WARM_UP_STEPS = 10, 2  # from one save to the next
 
 
 def one_turn(peer: Peer, nbytes: int, directory: Path) -> Row:
@@ -43,9 +43,10 @@ def one_turn(peer: Peer, nbytes: int, directory: Path) -> Row:
     with peer.opened():
         for number in range(WARM_UPS + 1):
             before_clock(nbytes)
-            quiet_s = training.window(1, STEPS if number == WARM_UPS else 1, no_save, target)
+            steps = STEPS if number == WARM_UPS else WARM_UP_STEPS
+            quiet_s = training.window(1, steps, no_save, target)
             before_clock(nbytes)
-            with_save_s = training.window(1, STEPS, save, target)
+            with_save_s = training.window(1, steps, save, target)
             remove(target)
     return {
         "peer": peer.name,

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,7 +122,7 @@ def arguments_without_paths(argv: list[str]) -> list[str]:
 @dataclass(frozen=True)
 class Line:
     """A measurement and what it is held against; `passed` is None where there is no bar, `spread`
-    is empty where there is one value.
+    is empty where there is one value, and `limit` and `rival` where goal() had none.
     """
 
     what: str
@@ -130,6 +130,8 @@ class Line:
     measured: str
     passed: bool | None = None
     spread: str = ""
+    limit: str = ""
+    rival: str = ""
 
 
 Values = float | Sequence[float]  # one, or those of all rounds, of which the median counts
@@ -157,6 +159,58 @@ def at_least(what: str, value: Values, bar: float, form: str = ".3g", unit: str 
     return Line(what, f">= {bar:{form}}{unit}", f"{middle:{form}}{unit}", middle >= bar, spread)
 
 
+LIMIT_SHARE, RIVAL_TIME = 0.9, 0.5
+Rounds = Mapping[int, float]  # seconds by the number of the round
+
+
+def goal(
+    what: str,
+    ours: Rounds,
+    limit: tuple[str, Rounds] = ("", {}),
+    rival: tuple[str, Rounds] = ("", {}),
+    share: float | None = LIMIT_SHARE,
+    times: float | None = RIVAL_TIME,
+) -> Line:
+    """Hold seconds against the limit of the machine and against the best rival, which have names
+    and seconds of the same rounds. Either is enough: `share` of the limit's speed, or `times` the
+    rival's time. None sets no bar.
+    """
+    of_limit = sorted(limit[1][each] / ours[each] for each in ours.keys() & limit[1].keys())
+    of_rival = sorted(ours[each] / rival[1][each] for each in ours.keys() & rival[1].keys())
+    bars, met, shown = [], [], {"limit": "", "rival": ""}
+    if of_limit:
+        middle, _ = told_values(of_limit, ".2f")
+        shown["limit"] = f"{middle:.2f} ({limit[0]}, {seconds(limit[1])})"
+        if share is not None:
+            bars.append(f">= {share:.2f}")
+            met.append(middle >= share)
+    if of_rival:
+        middle, _ = told_values(of_rival, ".2f")
+        shown["rival"] = f"{middle:.2f} x ({rival[0]}, {seconds(rival[1])})"
+        if times is not None:
+            bars.append(f"<= {times:.2f} x")
+            met.append(middle <= times)
+    values = sorted(ours.values())
+    spread = f"{clock(values[0])} to {clock(values[-1])}" if len(values) > 1 else ""
+    passed = any(met) if met else None
+    return Line(what, " or ".join(bars), seconds(ours), passed, spread, **shown)
+
+
+def seconds(values: Rounds) -> str:
+    """Return the median in words."""
+    return clock(statistics.median(values.values()))
+
+
+def clock(value: float) -> str:
+    """Return seconds in words, short ones in milliseconds."""
+    return f"{value:.3f} s" if abs(value) >= 0.1 else f"{1e3 * value:.2f} ms"
+
+
+def by_round(rows: Sequence[Row], key: str) -> Rounds:
+    """Return a column by the number of the round, of the rows that have it."""
+    return {row["round"]: row[key] for row in rows if row.get(key) is not None}
+
+
 def holds(what: str, passed: bool) -> Line:
     """Say whether something that has to be so is."""
     return Line(what, "yes", "yes" if passed else "NO", passed)
@@ -179,8 +233,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def markdown(lines: Sequence[Line]) -> str:
     """Return lines as a Markdown table."""
     words = {True: "PASS", False: "**FAIL**", None: ""}
-    rows = [[line.what, line.bar, line.measured, line.spread, words[line.passed]] for line in lines]
-    return table(["what", "bar", "median", "min to max", "verdict"], rows)
+    rows = []
+    for line in lines:
+        held = [each or ("-" if line.measured else "") for each in (line.limit, line.rival)]
+        rows.append([line.what, line.bar, line.measured, line.spread, *held, words[line.passed]])
+    heads = ["what", "bar", "median", "min to max", "of the limit", "of the best rival", "verdict"]
+    return table(heads, rows)
 
 
 def median_of(rows: Sequence[Row], key: str) -> float | None:

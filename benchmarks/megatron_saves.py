@@ -9,7 +9,6 @@ way works.
 from __future__ import annotations
 
 import shutil
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -18,8 +17,10 @@ import harness
 import megatron_gpt
 import torch
 import torch.distributed as dist
-from harness import Line, at_most, told
+from ceiling import LIMITS, Ceiling
+from harness import Line, Rounds, goal, told
 from megatron_cpu import on_cpu
+from rank_bench import limits
 
 from fastckpt.cli.bench.benchmark import before_clock
 
@@ -37,10 +38,13 @@ def compare(directory: Path, hidden: int, rounds: int) -> list[Line]:
 
     parallel, optimizer, scheduler = megatron_gpt.build(2, 1, hidden=hidden)
     optimizers.allocate(optimizer)
-    stock, blocked, committed = [], [], []
+    stock, blocked, committed, best = [], [], [], []
     saves, ours = Saves(), str(directory / "ours")
     held = 8 * sum(parameter.nbytes for parameter in parallel.parameters())
+    directory.mkdir(exist_ok=True)
+    ceiling = None if dist.get_rank() else Ceiling(directory, held, quick=True)
     for number in range(1, rounds + 2):
+        best.append(limits(ceiling, held // 2, held))
         before_clock(held)
         dist.barrier()
         stock.append(
@@ -57,18 +61,20 @@ def compare(directory: Path, hidden: int, rounds: int) -> list[Line]:
         committed.append(slowest(handle.stats.committed_s or 0.0))
     stored = directory / "ours" / f"iter_{rounds + 1:07d}"
     nbytes = sum(path.stat().st_size for path in stored.iterdir())
-    stock, blocked, committed = (each[1:] for each in (stock, blocked, committed))
 
-    def of_stock(what: str, seconds: list[float], bar: float) -> Line:
-        ratios = [mine / theirs for mine, theirs in zip(seconds, stock, strict=True)]
-        return at_most(what, ratios, bar, ".2f", " x", f" ({statistics.median(seconds):.3f} s)")
+    def goal_of(what: str, values: list[float], key: str) -> Line:
+        rounds_of: list[Rounds] = [
+            {number: its for number, its in enumerate(each) if number}  # the first warms up
+            for each in (values, stock, [row[key] * nbytes / held for row in best])
+        ]
+        ours, theirs, limit = rounds_of
+        return goal(what, ours, (LIMITS[key], limit), ("its own", theirs))
 
     dist.barrier()
     return [
         told("checkpoint", f"{nbytes / 1e6:.0f} MB"),
-        told("Megatron, synchronous", stock, ".3f", " s"),
-        of_stock("fastckpt, blocked", blocked, 0.15),
-        of_stock("fastckpt, committed", committed, 0.5),
+        goal_of("fastckpt, blocked", blocked, "copied_s"),
+        goal_of("fastckpt, committed", committed, "written_s"),
     ]
 
 

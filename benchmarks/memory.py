@@ -15,7 +15,7 @@ from typing import Any
 
 import harness
 import memory_parts as parts
-from harness import Line, Row, at_most, holds, progress, told
+from harness import Line, Row, at_most, by_round, goal, holds, progress, told
 from rank_crew import crew
 from rivals.process import in_process
 
@@ -90,10 +90,13 @@ def of_restores(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[
     nbytes = int(given.gib * 2**30)
     where = memory / "restores", place / "restores"
     rows = in_process(PYTHON, parts.restores, nbytes, *where, given.rounds)
-    own, cpu = (harness.middle(rows, key) for key in ("own memory", "own memory, CPU"))
-    note = f" ({own:.2f} s, CPU {cpu / given.gib:.2f} s of a GiB)"
-    what = f"{given.gib:g} GiB from own memory, of the cold root"
-    return rows, [at_most(what, ratios(rows, "own memory", "root"), 0.35, ".2f", " x", note)]
+    what = f"{given.gib:g} GiB from own memory"
+    return rows, [beside_root(what, rows, "own memory", ("Tensor.copy_", by_round(rows, "copy")))]
+
+
+def beside_root(what: str, rows: list[Row], way: str, limit: tuple[str, harness.Rounds]) -> Line:
+    """Hold a restore against its limit and one from the root with a cold page cache."""
+    return goal(what, by_round(rows, way), limit, ("the cold root", by_round(rows, "root")))
 
 
 def of_peers(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Line]]:
@@ -104,11 +107,11 @@ def of_peers(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Lin
         copies = call(part="peer_copies", root=place / "copies")
         rows = call(part="peer_restores", root=place / "peers", rounds=given.rounds)[0]
     cpu_s = sum(row["cpu_s"] for row in copies) / gib
-    note = f" ({harness.middle(rows, 'peer'):.2f} s)"
-    what = f"{gib:g} GiB for each of two ranks, a node lost, of the cold root"
+    what = f"{gib:g} GiB for each of two ranks, a node lost"
+    limit = ("a bare socket", by_round(rows, "socket"))
     return [*copies, *rows], [
         at_most("peer copy, CPU of a GiB at both ends", cpu_s, 0.5, ".2f", " s"),
-        at_most(what, ratios(rows, "peer", "root"), 0.6, ".2f", " x", note),
+        beside_root(what, rows, "peer", limit),
     ]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ceiling import copy_s, socket_s
 from harness import Row
 from storage import drop_page_cache
 
@@ -183,8 +184,8 @@ def restores(nbytes: int, local: Path, root: Path, rounds: int) -> list[Row]:
     with Checkpointer(root, local=tier) as saving:
         saving.save(1, state).result()
     rows = []
-    for _ in range(rounds):
-        row: Row = {}
+    for number in range(rounds):
+        row: Row = {"round": number, "copy": copy_s(nbytes)}
         for way in ("own memory", "root"):
             touch_memory(2 * nbytes)
             if way == "root":
@@ -236,8 +237,8 @@ def peer_restores(locals_: list[Path], root: Path, nbytes: int, rounds: int) -> 
     with Checkpointer(root, local=tier) as saving:
         saving.save(1, state).result()
     rows = []
-    for _ in range(rounds):
-        row: Row = {}
+    for number in range(rounds):
+        row: Row = {"round": number, "socket": socket_s(nbytes) if rank == 0 else 0.0}
         for way in ("peer", "root"):
             touch_memory(nbytes)
             if rank == 1:

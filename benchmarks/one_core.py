@@ -1,4 +1,4 @@
-"""The workloads crc and codec: what one core does of a save.
+"""The workload codec: what one core does of a compressed save.
 
 It must not know how results are shown.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import mmap
 import time
-import zlib
 
 import torch
 from harness import Row
 
-from fastckpt import _engine
 from fastckpt.cli.bench.benchmark import in_turn
 from fastckpt.cli.bench.saves import byte_view
 from fastckpt.engine.codec import FrameWriter, encoder_of
@@ -21,26 +19,6 @@ from fastckpt.storage.file_system import Storage
 from fastckpt.storage.input_files import PosixFile
 
 CODECS = ("planes", "zstd")
-CRC_SIZES = {"256 KiB": 256 << 10, "64 MiB": 64 << 20}
-CRC_SLICE_S = 0.1
-
-
-def run_crc(rounds: int) -> Row:
-    """Measure the CRC-32 kernels of one core beside zlib's, in turn; returns bytes a second."""
-    kernels = {"zlib": zlib.crc32, "fastckpt crc32": _engine.crc32}
-    kernels |= {f"fastckpt {name}": kernel for name, kernel in _engine.crc32_kernels().items()}
-    data = torch.randint(0, 256, (max(CRC_SIZES.values()),), dtype=torch.uint8).numpy().data
-    seen: dict[str, dict[str, list[float]]] = {}
-    for label, size in CRC_SIZES.items():
-        buffer, seen[label] = memoryview(data)[:size], {name: [] for name in kernels}
-        for _, name in in_turn([*kernels], rounds):
-            assert kernels[name](buffer) == zlib.crc32(buffer), name
-            calls, started = 0, time.perf_counter()
-            while (elapsed := time.perf_counter() - started) < CRC_SLICE_S:
-                kernels[name](buffer)
-                calls += 1
-            seen[label][name].append(calls * size / elapsed)
-    return {"bytes_per_s": seen}
 
 
 class Nowhere(Storage):

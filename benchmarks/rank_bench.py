@@ -13,13 +13,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
-from harness import Line, Row, at_most, told
+from ceiling import LIMIT, LIMITS, Ceiling, copy_s
+from harness import LIMIT_SHARE, RIVAL_TIME, Line, Row, by_round, goal
 from storage import remove
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,18 +30,38 @@ from fastckpt.cli.bench.benchmark import before_clock
 MATRIX = 2048  # rows and columns of every matrix
 
 
+def limits(ceiling: Ceiling | None, own_bytes: int, nbytes: int) -> Row:
+    """What the machine can do at best, measured by all ranks at once: the copy of a rank's bytes,
+    and on the first rank, which has a ceiling, writing and reading those of all.
+    """
+    before_clock(own_bytes)
+    dist.barrier()
+    row: Row = {"copied_s": copy_s(own_bytes), "written_s": 0.0, "read_s": 0.0}
+    if ceiling is not None:
+        rates = ceiling.measure(reading=True)
+        row |= {"written_s": nbytes / rates["write"], "read_s": nbytes / rates["read"]}
+    return row
+
+
 class RankBench(ABC):
     """One rank of a benchmark.
 
     Args:
         nbytes: of the model, of fp32 matrices under FSDP2, on all ranks together.
         directory: on the file system to measure.
+
+    Attributes:
+        share: of the model's bytes that are saved.
     """
+
+    share = 1.0
 
     def __init__(self, nbytes: int, directory: Path) -> None:
         self.directory = directory
         self.own_bytes = nbytes // dist.get_world_size()
         self.rank = dist.get_rank()
+        self.saved_bytes = int(nbytes * self.share)
+        self.ceiling = Ceiling(directory, self.saved_bytes, quick=True) if not self.rank else None
         self.model = sharded_model(nbytes)
         generator = torch.Generator().manual_seed(self.rank)
         for parameter in self.model.parameters():
@@ -56,6 +76,8 @@ class RankBench(ABC):
         """All rounds, the first of which only warms up; returns whether all was right."""
         right = True
         for number in range(rounds + 1):
+            own_bytes = int(self.own_bytes * self.share)
+            self.note(LIMIT, number, **limits(self.ceiling, own_bytes, self.saved_bytes))
             right = self.round(number) and right
             if number == 0:
                 self.rows.clear()
@@ -100,15 +122,22 @@ def sharded_model(nbytes: int, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def against(
-    rows: list[Row], what: str, name: str, base: str, key: str, bar: float | None = None
+    rows: list[Row],
+    what: str,
+    name: str,
+    base: str,
+    key: str,
+    limit: str = "",
+    share: float | None = LIMIT_SHARE,
+    times: float | None = RIVAL_TIME,
 ) -> Line:
-    """Hold a way against another one: the median of the rounds' ratios."""
-    mine, theirs = ([row[key] for row in rows if row["name"] == way] for way in (name, base))
-    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-    seconds = f" x ({median(mine):.3f} s; {median(theirs):.3f} s)"
-    if bar is None:
-        return told(what, ratios, ".2f", seconds)
-    return at_most(what, ratios, bar, ".2f", " x", note=seconds.removeprefix(" x"))
+    """Hold a way against another one and against a clock of the limit; see goal()."""
+
+    def of(way: str, key: str) -> harness.Rounds:
+        return by_round([row for row in rows if row["name"] == way], key)
+
+    held = (LIMITS.get(limit, limit), of(LIMIT, limit))
+    return goal(what, of(name, key), held, (base, of(base, key)), share, times)
 
 
 def measure(
@@ -153,5 +182,7 @@ def measure(
     if not is_first:
         return 0
     lines = harness.recorded({what: lines_of(here.rows, right)})
+    missing = {"fio": here.ceiling.missing} if here.ceiling and here.ceiling.missing else {}
     record = {"environment": environment, "lines": lines, "results": here.rows}
+    record["missing"] = missing
     return harness.concluded(record, options.out, kind)

@@ -7,15 +7,44 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from harness import Line, Row, at_most, median_of, number, spread_of, table, told
+from harness import (
+    Line,
+    Rounds,
+    Row,
+    at_most,
+    by_round,
+    goal,
+    median_of,
+    number,
+    spread_of,
+    table,
+    told,
+)
 from rivals import BASELINE, PEERS
 from rivals.fastckpt_save import Fastckpt, FastckptStep
 
 OURS = (Fastckpt.name, FastckptStep.name)
-# Told of the first save and load of a process; the others are those that follow two.
-FIRST = {"stall_s": "state may change", "durable_s": "durable", "load_s": "cold load"}
+SMALL_BASE, SMALL_LIMIT = "torch.save+fsync+rename+dir", "write+fsync+rename+dir"
+NAMES = {
+    "torch.save": "torch.save",
+    "torch.save-nocrc": "torch.save without its checksum",
+    "safetensors": "safetensors",
+    "fastsafetensors": "fastsafetensors",
+    "runai-streamer": "Run:ai Model Streamer",
+    "dcp": "DCP save",
+    "dcp-async": "DCP async_save, default",
+    "dcp-async-stager": "DCP async_save, stager",
+    "dcp-async-pinned": "DCP async_save, pinned",
+    "torchsnapshot": "torchsnapshot take",
+    "torchsnapshot-async": "torchsnapshot async_take",
+    "torch_checkpointing": "torch_checkpointing",
+    "deepspeed": "DeepSpeed FastFileWriter",
+    "fastckpt": "**fastckpt, call fence**",
+    "fastckpt-step": "**fastckpt, step fence**",
+}
+CLOCKS = {"stall_s": "state may change", "durable_s": "durable", "load_s": "cold load"}
 
 
 def measured(rows: list[Row]) -> list[Row]:
@@ -54,127 +83,74 @@ def paired(rows: list[Row], key: str, reference: dict[int, float]) -> float | No
     return statistics.median(ratios) if ratios else None
 
 
-def summarize_saves(result: Row) -> Row:
-    """Return each peer's medians and its paired ratios against torch.save and the limits."""
-    groups, nbytes, limits = by_peer(result["rows"]), result["bytes"], result["limits"]
-
-    def of_base(key: str) -> dict[int, float]:
-        return {row["round"]: row[key] for row in groups.get(BASELINE, []) if key in row}
-
-    def of_limit(key: str) -> dict[int, float]:
-        return {row["round"]: nbytes / row[key] for row in limits if row.get(key)}
-
-    peers = {}
-    for name, rows in groups.items():
-        clocks = ("returned_s", "stall_s", "durable_s", "load_s")
-        peers[name] = {
-            **{key: median_of(rows, key) for key in clocks},
-            "stall_speedup": paired(rows, "stall_s", of_base("stall_s")),
-            "durable_speedup": paired(rows, "durable_s", of_base("durable_s")),
-            "load_speedup": paired(rows, "load_s", of_base("load_s")),
-            "write_of_limit": paired(rows, "durable_s", of_limit("write")),
-            "read_of_limit": paired(rows, "load_s", of_limit("read")),
-            "all_bytes_right": not any(row.get("wrong_tensors") for row in rows),
-        }
-    keys = ("memmove_s", "torch_copy_s", "write", "read")
-    return {"peers": peers, "limits": {key: median_of(limits, key) for key in keys}}
-
-
-def of_best(rows: list[Row], ours: str, key: str, what: str, bar: float) -> list[Line]:
-    """Hold one of ours against the best of the others: the ratios of each round."""
+def of_best(
+    rows: list[Row], ours: str, key: str, what: str, limit: tuple[str, Rounds] = ("", {})
+) -> list[Line]:
+    """Hold one of ours against the limit and the best of the others: the ratios of each round."""
     groups = by_peer(rows)
     medians = {name: median_of(its, key) for name, its in groups.items() if name not in OURS}
     known = {name: value for name, value in medians.items() if value is not None}
-    if not known or ours not in groups:
+    if ours not in groups:
         return []
-    best = min(known, key=lambda name: known[name])
-    theirs = {row["round"]: row[key] for row in groups[best]}
-    both = [row for row in groups[ours] if row["round"] in theirs]
-    what += f", of the best peer ({best})"
-    if min(theirs.values()) <= 0:  # what a save cost was less than how much such a time varies
-        return [told(what, "its own is lost in the noise")]
-    ratios = [row[key] / theirs[row["round"]] for row in both]
-    return [at_most(what, ratios, bar, ".2f", " x")]
+    best = min(known, key=lambda name: known[name], default="")
+    mine, theirs = by_round(groups[ours], key), by_round(groups.get(best, []), key)
+    if min(theirs.values(), default=1) <= 0:  # it cost less than how much such a time varies
+        return [told(f"{what}, of {best}", "its own is lost in the noise")]
+    return [goal(what, mine, limit, (best, theirs))] if mine else []
+
+
+def limits_of(result: Row) -> dict[str, tuple[str, Rounds]]:
+    """Return what the machine can do, by clock."""
+    rows, name = result["limits"], result.get("limit", "fio")
+    found = {"stall_s": ("Tensor.copy_", by_round(rows, "torch_copy_s"))}
+    for key, kind in (("durable_s", "write"), ("load_s", "read")):
+        rates = by_round(rows, kind)
+        seconds = {number: result["bytes"] / rate for number, rate in rates.items()}
+        found[key] = (f"{name} {kind}", seconds)
+    return found
 
 
 def saves_lines(result: Row) -> list[Line]:
-    """Hold saves and loads of fastckpt against their bars."""
-    rows = result["rows"]
-    lines = of_best(rows, Fastckpt.name, "durable_s", "durable, call fence", 0.5)
-    lines += of_best(rows, FastckptStep.name, "durable_s", "durable, step fence", 0.5)
-    groups = by_peer(rows)
-    base = {row["round"]: row["load_s"] for row in groups.get(BASELINE, []) if "load_s" in row}
-    loads = [row for row in groups.get(Fastckpt.name, []) if row["round"] in base]
-    if loads:
-        ratios = [row["load_s"] / base[row["round"]] for row in loads if "load_s" in row]
-        lines.append(at_most("cold load, of torch.load", ratios, 0.8, ".2f", " x"))
-    return lines
+    """Hold saves and loads of fastckpt against their limits and the best of the others."""
+    rows, limits = result["rows"], limits_of(result)
+    found = []
+    for peer, fence in ((Fastckpt.name, "call"), (FastckptStep.name, "step")):
+        # Under the step fence the state may change at the next step of an optimizer.
+        for key in ("stall_s", "durable_s") if fence == "call" else ("durable_s",):
+            found += of_best(rows, peer, key, f"{CLOCKS[key]}, {fence} fence", limits[key])
+    return found + of_best(rows, Fastckpt.name, "load_s", "cold load", limits["load_s"])
 
 
-def saves_tables(result: Row, summary: Row) -> list[str]:
-    """Return the table of stall, drain and load, and of those that came first in a process."""
-    nbytes, limits, limit = result["bytes"], summary["limits"], result.get("limit", "fio")
-    contracts = {kind.name: kind.contract for kind in PEERS}
-    groups, rows = by_peer(result["rows"]), []
-    for name, row in summary["peers"].items():
-        its = groups[name]
-        speed = row["durable_s"] and nbytes / row["durable_s"] / 1e9
-        cells = [spread_of(its, "returned_s"), spread_of(its, "stall_s")]
-        cells += [spread_of(its, "durable_s"), number(speed, ".2f")]
-        cells += [number(row["durable_speedup"], ".2f"), spread_of(its, "load_s")]
-        cells += [number(row["load_speedup"], ".2f")]
-        first = [its["warm_ups"][0] for its in groups[name] if its.get("warm_ups")]
-        cells += [spread_of(first, key) for key in FIRST]
-        wrong = "" if row["all_bytes_right"] else " **WRONG BYTES LOADED**"
-        rows.append([name, *cells, contracts.get(name, "") + wrong])
-    for label, key in (("memmove, 1 thread", "memmove_s"), ("Tensor.copy_", "torch_copy_s")):
-        if limits[key]:
-            seconds = spread_of(result["limits"], key)
-            rows.append([label, seconds, seconds, *["-"] * (5 + len(FIRST)), "a copy"])
-    for key, column in (("write", 2), ("read", 5)):
-        if limits[key]:
-            speed, cells = number(limits[key] / 1e9, ".2f"), ["-"] * (7 + len(FIRST))
-            cells[column] = number(nbytes / limits[key])
-            rows.append([f"{limit} {key}", *cells, f"{speed} GB/s, the best cell"])
-    heads = [
-        "peer",
-        "returns s",
-        "state may change s",
-        "durable s",
-        "GB/s",
-        "faster than torch.save",
-    ]
-    heads += ["cold load s", "faster than torch.load"]
-    heads += [f"{head} s, the first of a process" for head in FIRST.values()]
-    return [table([*heads, "contract"], rows)]
+def many_lines(result: Row) -> list[Line]:
+    """Hold saves as others, and a cold load against that of torch.load."""
+    groups, limit = by_peer(result["rows"]), limits_of(result)["load_s"]
+    lines = [line for line in saves_lines(result) if not line.what.startswith("cold load")]
+    ours, base = (by_round(groups.get(name, []), "load_s") for name in (Fastckpt.name, BASELINE))
+    return [*lines, goal("cold load", ours, limit, (BASELINE, base), times=1.0)] if ours else lines
 
 
-def many_tables(result: Row, _summary: Row) -> list[str]:
-    """Return the table of saves of many tensors."""
-    clocks = ("returned_s", "stall_s", "durable_s", "load_s")
-    rows = [
-        [name, *(spread_of(its, key) for key in clocks)]
-        for name, its in by_peer(result["rows"]).items()
-    ]
-    heads = ["peer", "returns s", "state may change s", "durable s", "cold load s"]
+def saves_tables(result: Row) -> list[str]:
+    """Return the table of saves and loads by peer, of those that follow others in a process."""
+    groups, clocks = by_peer(result["rows"]), ("returned_s", *CLOCKS)
+    rows = [[NAMES[name], *(spread_of(its, key) for key in clocks)] for name, its in groups.items()]
+    copied = spread_of(result["limits"], "torch_copy_s")
+    rows += [["*limit:* Tensor.copy_", copied, copied, "-", "-"]] if result["limits"] else []
+    for key, place in (("write", 3), ("read", 4)):
+        if speed := median_of(result["limits"], key):
+            row = [f"*limit:* {result.get('limit', 'fio')}, {speed / 1e9:.2f} GB/s", *["-"] * 4]
+            row[place] = number(result["bytes"] / speed)
+            rows.append(row)
+    heads = ["seconds", "call returns", *CLOCKS.values()]
     return [table(heads, rows)]
-
-
-def summarize_drag(result: Row) -> Row:
-    """Return each peer's medians of the drag workload."""
-    return {
-        name: {key: median_of(rows, key) for key in ("lost_s", "stall_s", "quiet_step_s")}
-        for name, rows in by_peer(result["rows"]).items()
-    }
 
 
 def drag_lines(result: Row) -> list[Line]:
     """Hold the lost time against the best peer's."""
     what = "training lost per save, step fence"
-    return of_best(result["rows"], FastckptStep.name, "lost_s", what, 0.5)
+    return of_best(result["rows"], FastckptStep.name, "lost_s", what)
 
 
-def drag_tables(result: Row, _summary: Row) -> list[str]:
+def drag_tables(result: Row) -> list[str]:
     """Return the table of what a save costs the training beside it."""
     heads, clocks = (
         ["peer", "lost s a save", "stall s", "quiet step s"],
@@ -193,24 +169,21 @@ def lost(rows: list[Row]) -> str:
     return f"{spread_of(rows, 'lost_s')}{'; noise' if least < 0 else ''}"
 
 
-def summarize_small(result: Row) -> Row:
-    """Return the medians of the small saves and their paired ratios to the first way."""
-    first = next(iter(result["seconds"].values()))
-    return {
-        name: {
-            "median_s": statistics.median(seconds),
-            "speedup": statistics.median(a / b for a, b in zip(first, seconds, strict=True)),
-        }
-        for name, seconds in result["seconds"].items()
-    }
+def small_lines(result: Row) -> list[Line]:
+    """Hold small saves against the write of as many bytes, and torch.save."""
+    clocks = {name: dict(enumerate(its)) for name, its in result["seconds"].items()}
+    limit, base = ((name, clocks.get(name, {})) for name in (SMALL_LIMIT, SMALL_BASE))
+    ours = clocks.get(Fastckpt.name)
+    return [goal("small durable save", ours, limit, base)] if ours else []
 
 
-def small_tables(result: Row, summary: Row) -> list[str]:
+def small_tables(result: Row) -> list[str]:
     """Return the table of small durable saves."""
-    rows = [
-        [name, quartiles(result["seconds"][name], 1e3), number(row["speedup"], ".2f")]
-        for name, row in summary.items()
-    ]
+    seconds = result["seconds"]
+    first, rows = next(iter(seconds.values())), []
+    for name, its in seconds.items():
+        faster = statistics.median(a / b for a, b in zip(first, its, strict=True))
+        rows.append([name, quartiles(its, 1e3), number(faster, ".2f")])
     return [table(["way", "median ms (quartiles)", "faster than the first row"], rows)]
 
 
@@ -220,38 +193,51 @@ def quartiles(values: list[float], scale: float) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def summarize_crc(result: Row) -> Row:
-    """Return the median speed of every kernel at every size."""
-    return {
-        size: {name: statistics.median(speeds) for name, speeds in kernels.items()}
-        for size, kernels in result["bytes_per_s"].items()
-    }
-
-
-def crc_tables(result: Row, summary: Row) -> list[str]:
-    """Return the table of CRC-32 speeds."""
-    names, seen = next(iter(summary.values())), result["bytes_per_s"]
-    rows = [[name, *(speeds(its[name]) for its in seen.values())] for name in names]
-    return [table(["kernel", *(f"GB/s, {size}" for size in summary)], rows)]
-
-
 def speeds(bytes_per_s: list[float]) -> str:
     """Return the median and the extremes in GB/s."""
     return spread_of([{"speed": value} for value in bytes_per_s], "speed", ".2f", 1e-9)
 
 
-def codec_tables(result: Row, summary: Row) -> list[str]:
+def codec_tables(result: Row) -> list[str]:
     """Return the table of encoders."""
     rows = [
-        [
-            f"{kind}, {codec}",
-            number(result["shares"][f"{kind}, {codec}"]),
-            speeds(result["bytes_per_s"][kind][codec]),
-        ]
-        for kind, its in summary.items()
-        for codec in its
+        [f"{kind}, {codec}", number(result["shares"][f"{kind}, {codec}"]), speeds(its)]
+        for kind, codecs in result["bytes_per_s"].items()
+        for codec, its in codecs.items()
     ]
     return [table(["normal numbers", "stored, of all", "GB/s"], rows)]
+
+
+AGAIN_MS = 3.0, 40.0  # for the 745 tensors of the training state, and for 10,000
+
+
+def again_lines(result: Row) -> list[Line]:
+    """Hold the call of a save whose structure was saved before, under the step fence."""
+    return [
+        at_most(f"{what}: the call", [1e3 * each for each in its], bar, ".2f", " ms")
+        for (what, its), bar in zip(result["seconds"].items(), AGAIN_MS, strict=True)
+    ]
+
+
+def again_tables(result: Row) -> list[str]:
+    """Return the table of these calls."""
+    rows = [[what, quartiles(its, 1e3)] for what, its in result["seconds"].items()]
+    return [table(["state", "the call, median ms (quartiles)"], rows)]
+
+
+def thinned_lines(result: Row) -> list[Line]:
+    """Tell how long a step takes to be thinned, beside its removal."""
+    thinned, removed = (by_round(result["rows"], key) for key in ("thinned_s", "removed_s"))
+    return [goal("thinning a step", thinned, rival=("removing it", removed), times=None)]
+
+
+def thinned_tables(result: Row) -> list[str]:
+    """Return the table of both, with the bytes that each frees."""
+    rows = []
+    for what, key in (("thinned to its model", "thinned"), ("removed", "removed")):
+        freed = spread_of(result["rows"], f"{key}_bytes", ".3f", 2**-30)
+        rows.append([what, spread_of(result["rows"], f"{key}_s", ".2f", 1e3), freed])
+    return [table(["a step is", "ms", "GiB freed"], rows)]
 
 
 def gib(result: Row) -> str:
@@ -265,34 +251,31 @@ def nothing(_result: Row) -> list[Line]:
 
 
 class Section(NamedTuple):
-    """How a workload is told: its medians, and of them the title, the bars and the tables."""
+    """How the result of a workload is told: its title, its tables, and its bars."""
 
-    summarize: Callable[[Row], Any]
     title: Callable[[Row], str]
-    tables: Callable[[Row, Any], list[str]]
+    tables: Callable[[Row], list[str]]
     lines: Callable[[Row], list[Line]] = nothing
 
 
 SECTIONS = {
-    "saves": Section(
-        summarize_saves, lambda it: f"Saves and cold loads of {gib(it)}", saves_tables, saves_lines
-    ),
+    "saves": Section(lambda it: f"Saves and cold loads of {gib(it)}", saves_tables, saves_lines),
     "drag": Section(
-        summarize_drag,
-        lambda it: f"Training time lost to a save of {gib(it)}",
-        drag_tables,
-        drag_lines,
+        lambda it: f"Training time lost to a save of {gib(it)}", drag_tables, drag_lines
     ),
     "many": Section(
-        summarize_saves,
-        lambda it: f"Saves of {gib(it)} in tensors of 66 KiB",
-        many_tables,
+        lambda it: f"Saves of {gib(it)} in tensors of 66 KiB", saves_tables, many_lines
     ),
     "small": Section(
-        summarize_small,
         lambda it: f"Durable saves of {it['bytes'] / 1e6:.2f} MB in {it['tensors']} tensors",
         small_tables,
+        small_lines,
     ),
-    "crc": Section(summarize_crc, lambda _it: "CRC-32 on one core", crc_tables),
-    "codec": Section(summarize_crc, lambda _it: "Encoders on one core", codec_tables),
+    "again": Section(
+        lambda _it: "Saves after the first of a structure, step fence", again_tables, again_lines
+    ),
+    "thinned": Section(
+        lambda it: f"Old steps of {gib(it)} with keep_parts", thinned_tables, thinned_lines
+    ),
+    "codec": Section(lambda _it: "Encoders on one core", codec_tables),
 }

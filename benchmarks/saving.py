@@ -1,4 +1,4 @@
-"""The workloads that time whole saves and loads: stall, drain, load and small.
+"""The workloads that time whole saves and loads: stall, drain, load, many, small, again, thinned.
 
 It owns the order of the clocks. Every turn of a peer is a process of its own. It must not know how
 a peer works or how results are shown.
@@ -22,6 +22,7 @@ from rivals.peer import Peer
 from rivals.process import in_process, in_process_of, reason_of
 from storage import drop_page_cache, fsync_path, fsync_tree, remove, size_of
 
+import fastckpt
 from fastckpt.cli.bench.benchmark import before_clock, in_turn, raise_if_interrupted, rotated
 from fastckpt.cli.bench.saves import State, differing, flat_tensors, gpt_state, nbytes_of, touch
 
@@ -172,6 +173,16 @@ def run_saves(
     return {"bytes": nbytes, "warm_ups": WARM_UPS, "rows": rows, "limits": limits}
 
 
+def write_small(content: memoryview, path: Path) -> None:
+    """The least that a durable save does: write, fsync, rename, and the directory's fsync."""
+    scratch = path.with_suffix(".tmp")
+    with open(scratch, "wb", buffering=0) as file:
+        file.write(content)
+        os.fsync(file.fileno())
+    os.rename(scratch, path)
+    fsync_path(path.parent)
+
+
 def torch_save_small(state: State, path: Path, whole: bool) -> None:
     """torch.save, fsync and rename; with `whole`, the directory's fsync as well."""
     scratch = path.with_suffix(".tmp")
@@ -193,9 +204,11 @@ def timed_small(peers: list[Peer], directory: Path, rounds: int) -> Row:
     state: State = {f"w{i:03d}": torch.randn(1024, generator=generator) for i in range(256)}
     folder = directory / "small"
     folder.mkdir()
+    content = memoryview(torch.cat([*state.values()]).numpy()).cast("B")
     actions: dict[str, Callable[[], object]] = {
         "torch.save+fsync+rename": lambda: torch_save_small(state, folder / "a.pt", False),
         "torch.save+fsync+rename+dir": lambda: torch_save_small(state, folder / "b.pt", True),
+        "write+fsync+rename+dir": lambda: write_small(content, folder / "c"),
     }
 
     def through(peer: Peer) -> Callable[[], object]:
@@ -225,3 +238,54 @@ def run_small(peers: list[Peer], directory: Path, rounds: int) -> Row:
     """Time small durable saves by the peers that are fastckpt's, and by torch.save."""
     ours = [peer for peer in peers if peer.name.startswith("fastckpt")]
     return in_process(Path(sys.executable), timed_small, ours, directory, rounds)
+
+
+def timed_again(nbytes: int, directory: Path, rounds: int) -> Row:
+    """Time the calls of saves under the step fence whose structure was saved before."""
+    thousands: State = {f"layers.{at // 10}.{at % 10}": torch.randn(256) for at in range(10_000)}
+    seconds: dict[str, list[float]] = {}
+    for state in (gpt_state(nbytes), thousands):
+        calls = seconds[f"{len(flat_tensors(state)):,} tensors"] = []
+        step_fence = fastckpt.SaveOptions(fence="step")
+        root = directory / "again"
+        with fastckpt.Checkpointer(root, keep_last=1, options=step_fence) as checkpointer:
+            for number in range(rounds + 1):
+                before_clock(nbytes_of(state) if number < WARM_UPS else 0)
+                started = time.perf_counter()
+                handle = checkpointer.save(number, state)
+                calls.append(time.perf_counter() - started)
+                handle.result()
+        del calls[0]
+        remove(root)
+    return {"seconds": seconds}
+
+
+def run_again(nbytes: int, directory: Path, rounds: int) -> Row:
+    """Time the second and later saves of a training state, and of 10,000 tensors of 1 KB."""
+    return in_process(Path(sys.executable), timed_again, nbytes, directory, rounds)
+
+
+def run_thinned(nbytes: int, directory: Path, rounds: int) -> Row:
+    """Time how long an old step takes to be thinned to its model, and another one to be removed."""
+    root, rows, state = directory / "thinned", list[Row](), gpt_state(nbytes)
+    options: Any = {"keep_last": 2 * rounds, "keep_parts": {"model": 1}}
+    with fastckpt.Checkpointer(root, **options) as checkpointer:
+        for step in range(2 * rounds):
+            checkpointer.save(step, state).result()
+        steps = checkpointer._steps
+        olds, _faults = steps.committed()
+        for number in range(rounds):
+            row: Row = {"round": number}
+            for act in rotated(("thinned", "removed"), number):
+                name, manifest = olds.pop()
+                before, started = size_of(root), time.perf_counter()
+                if act == "thinned":
+                    done = steps.thin(name, manifest.nonce, {"model"})
+                else:
+                    done = steps.remove(name, manifest.nonce)
+                assert done, f"{name} was not {act}"
+                row[f"{act}_s"] = time.perf_counter() - started
+                row[f"{act}_bytes"] = before - size_of(root)
+            rows.append(row)
+    remove(root)
+    return {"bytes": nbytes_of(state), "rows": rows}

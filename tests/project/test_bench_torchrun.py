@@ -32,8 +32,10 @@ def test_it_measures_and_finds_all_right(kind: str, ranks: int, tmp_path: Path) 
         timeout=200,
     )
     assert done.stdout, done.stderr
-    assert done.stdout.splitlines()[-1].endswith("| yes | yes |  | PASS |")
+    assert done.stdout.splitlines()[-1].endswith("| yes | yes |  | - | - | PASS |")
     (file,) = (tmp_path / "results").glob(f"{kind}-*.json")
     record = json.loads(file.read_text())
     assert {row["round"] for row in record["results"]} == {1}
+    held = [line for line in record["lines"].popitem()[1] if line["what"].endswith("committed")]
+    assert held and all("fio write" in line["limit"] and line["rival"] for line in held)
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
