@@ -15,13 +15,13 @@ from typing import Any
 
 import harness
 import memory_parts as parts
-from harness import Line, Row, at_most, by_round, goal, holds, progress, told
+from harness import Line, Row, at_most, by_round, goal, holds, progress
 from rank_crew import crew
 from rivals.process import in_process
 
 PARTS = ("steps", "training", "restores", "peers")
 STEP_S = 0.34
-TRAINED_GIB = (200 / 1024, 1.0)
+TRAINED_MIB = 200
 PYTHON = Path(sys.executable)
 
 
@@ -47,12 +47,10 @@ def of_steps(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Lin
     }
     pairs = zip(stepped["memory"], stepped["root"], strict=True)
     stalls = [{"memory": one["stall_s"], "root": other["stall_s"]} for one, other in pairs]
-    cpu_s, first = ([row[key] / given.step_gib for row in mine] for key in ("cpu_s", "first_cpu_s"))
+    cpu_s = [row["cpu_s"] / given.step_gib for row in mine]
     note = f" ({harness.middle(stepped['memory'], 'stall_s') * 1e3:.2f} ms)"
-    called = [row for row in mine if row["fence"] == "call"]
     return rows, [
         at_most("a step in memory, CPU of a GiB", cpu_s, 0.15, ".3f", " s"),
-        told("the first step, into new pages, CPU of a GiB", first, ".3f", " s"),
         holds("no second copy", all(row["is_one_copy"] for row in mine)),
         at_most(
             "step fence: stall, of a save to the root",
@@ -62,28 +60,18 @@ def of_steps(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Lin
             " x",
             note,
         ),
-        told("call fence: stall", [row["stall_s"] for row in called], ".3f", " s"),
         at_most("memory taken, of the budget", max(row["of_budget"] for row in mine), 1.0, ".2f"),
     ]
 
 
 def of_training(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Line]]:
-    rows, lines = [], []
-    for gib in TRAINED_GIB:
-        where = memory / f"train-{gib:.2f}", place / f"train-{gib:.2f}"
-        nbytes = int(gib * 2**30)
-        row = in_process(PYTHON, parts.training, nbytes, STEP_S, *where, given.rounds)
-        rows.append({"gib": gib, **row})
-        what = f"{gib * 1024:.0f} MiB, each step of {row['step_s']:.2f} s saved: lost"
-        note = f" (CPU beside training {row['cpu_s'] / gib:.3f} s of a GiB)"
-        lost = [100 * each for each in row["lost"]]
-        lines.append(
-            at_most(what, lost, 3.0, ".1f", " %", note)
-            if gib < 0.5
-            else told(what, lost, ".1f", f" %{note}")
-        )
-        progress(f"{what} {lines[-1].measured}")
-    return rows, lines
+    where = memory / "train", place / "train"
+    row = in_process(PYTHON, parts.training, TRAINED_MIB << 20, STEP_S, *where, given.rounds)
+    what = f"{TRAINED_MIB} MiB, each step of {row['step_s']:.2f} s saved: lost"
+    note = f" (CPU beside training {row['cpu_s'] / TRAINED_MIB * 1024:.3f} s of a GiB)"
+    line = at_most(what, [100 * each for each in row["lost"]], 3.0, ".1f", " %", note)
+    progress(f"{what} {line.measured}")
+    return [row], [line]
 
 
 def of_restores(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Line]]:

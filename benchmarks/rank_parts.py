@@ -102,7 +102,7 @@ def call(here: Surroundings) -> tuple[Row, list[Line]]:
     """What coordination costs the training thread: the call under the step fence, by 4 ranks.
 
     Ranks call in turn, each when the one before has copied its state, as if each had its cores to
-    itself; and once all at the same time, as it is here.
+    itself.
     """
     directory, path = here.directory / "call", here.directory / "call.pt"
     directory.mkdir()
@@ -124,13 +124,6 @@ def call(here: Surroundings) -> tuple[Row, list[Line]]:
     del rows[:CALL_WARM_UP]
     lines = []
     for what, key in (("Checkpointer.save()", "step"), ("save(group=)", "file")):
-        for way, name in (
-            ("at_once", "4 ranks at the same time: the slowest"),
-            ("together", "4 ranks in turn: rank 0"),
-            ("alone", "rank 0 alone"),
-        ):
-            calls = [1e3 * row[f"{key}_{way}"] for row in rows]
-            lines.append(told(f"{what}: {name}", calls, ".2f", " ms"))
         more = [1e3 * (row[f"{key}_together"] - row[f"{key}_alone"]) for row in rows]
         lines.append(
             at_most(f"{what}: rank 0, with the others less alone", more, 2.0, ".2f", " ms")
@@ -150,14 +143,10 @@ def one_call(ranks: Crew, step: int, path: Path) -> Row:
 
     file: Row = {"path": str(path), "fence": "step"}
     ways: dict[str, Callable[[], float]] = {
-        "step_together": partial(in_turn, FOUR, "save_step", name="together", step=2 * step),
+        "step_together": partial(in_turn, FOUR, "save_step", name="together", step=step),
         "step_alone": partial(in_turn, 1, "save_step", name="alone", step=step),
         "file_together": partial(in_turn, FOUR, "save_file", **file),
         "file_alone": partial(in_turn, 1, "save_file", alone=True, **file),
-        "step_at_once": lambda: longest(
-            ranks("save_step", name="together", step=2 * step + 1), "returned_s"
-        ),
-        "file_at_once": lambda: longest(ranks("save_file", **file), "returned_s"),
     }
     return {name: ways[name]() for name in rotated([*ways], step)}
 

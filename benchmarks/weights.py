@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import zstandard
 from ceiling import LIMIT
-from harness import Line, Row, at_most, holds, middle, told
+from harness import Line, Row, at_most, holds, middle
 from rank_bench import RankBench, against, measure
 from storage import drop_page_cache, fsync_tree, size_of
 
@@ -223,8 +223,6 @@ def lines_of(rows: list[Row], right: bool) -> list[Line]:
         # Where the disk is as fast as the codec, all bytes are written as soon: no bar.
         whole = f"{what}, beside a full export"
         lines.append(against(rows, whole, ours, f"{prefix}export", key, times=None))
-    sizes = [row["mib"] for row in rows if row["name"] == "gaps"]
-    lines.append(told("MiB of gaps and values", sizes, ".1f"))
     return [*lines, holds("every copy is the model, bit by bit", right)]
 
 
