@@ -25,12 +25,12 @@ from tests.kit.paths import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import ceiling
 import harness
-from rivals import PEERS, dcp, environment, process
+from rivals import PEERS, dcp, environment, process, torchft_transport
 from saving import attempted, blank_like
 
 from fastckpt.cli.bench.saves import differing
 
-FILES = sorted({environment.file_of(kind) for kind in PEERS})
+FILES = sorted({environment.file_of(kind) for kind in PEERS} | {Path(torchft_transport.__file__)})
 
 
 def rival(directory: Path, *wanted: str) -> Path:
@@ -138,6 +138,15 @@ def test_without_fio_the_engine_sets_the_limit(
 
 
 @pytest.mark.multiprocess
+def test_the_limit_of_a_link_is_of_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ceiling.socket_s(1 << 20) > 0
+    sender = ceiling.SENDER.replace("left -= link", "left -= 2 * link")
+    monkeypatch.setattr(ceiling, "SENDER", sender)
+    with pytest.raises(ConnectionError):
+        ceiling.socket_s(20 << 20)
+
+
+@pytest.mark.multiprocess
 @pytest.mark.torture
 def test_process_answers_or_says_why_not() -> None:
     python = Path(sys.executable)
@@ -153,7 +162,7 @@ def test_process_answers_or_says_why_not() -> None:
 def test_it_measures_and_finds_every_load_right(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "--gib", "0.005"]
     command += ["--rounds", "1", "--peers", "torch.save,dcp,fastckpt", "--json"]
-    command += ["--workloads", "stall,drain,load,drag,small"]
+    command += ["--workloads", "stall,drain,load,drag,small,again,thinned"]
     done = subprocess.run(
         [*command, "--dir", str(tmp_path), "--out", str(tmp_path / "results")],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": str(tmp_path)},  # which has no fio
@@ -170,6 +179,9 @@ def test_it_measures_and_finds_every_load_right(tmp_path: Path) -> None:
     }
     assert peers["saves"] == ["torch.save", "dcp", "fastckpt"]
     assert peers["drag"] == ["torch.save", "fastckpt"]
+    assert [len(calls) for calls in record["results"]["again"]["seconds"].values()] == [20, 20]
+    (step,) = record["results"]["thinned"]["rows"]
+    assert 0 < step["thinned_bytes"] < step["removed_bytes"]
     assert all(row["wrong_tensors"] == [] for row in record["results"]["saves"]["rows"])
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
 

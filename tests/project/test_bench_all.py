@@ -104,6 +104,24 @@ def test_the_table_of_the_readme_has_the_medians_of_the_record() -> None:
     assert f"| torch.save, torch.load | {' | '.join(times)} |" in text
 
 
+def test_the_bars_of_saves_have_the_medians_of_the_ratios_of_rounds() -> None:
+    found, text = record("saves")["results"]["saves"], (ROOT / "docs/project/bars.md").read_text()
+    for clock, act in (("durable_s", "write"), ("load_s", "read")):
+        rounds: dict[str, list[float]] = {}
+        for row in sorted(found["rows"], key=lambda row: row["round"]):
+            rounds.setdefault(row["peer"], []).append(row.get(clock, float("inf")))
+        limit = [found["bytes"] / each[act] for each in found["limits"]]
+        others = {name: its for name, its in rounds.items() if not name.startswith("fastckpt")}
+        best, theirs = min(others.items(), key=lambda item: statistics.median(item[1]))
+        ours = rounds["fastckpt"]
+        share = statistics.median(a / b for a, b in zip(limit, ours, strict=True))
+        times = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        assert (
+            f"| {share:.2f} (fio {act}, {statistics.median(limit):.3f} s) | {times:.2f} x" in text
+        )
+        assert f"| {times:.2f} x ({best}, {statistics.median(theirs):.3f} s) | met |" in text
+
+
 WAYS = ("fastckpt", "torch.save")
 
 
