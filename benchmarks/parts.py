@@ -74,7 +74,7 @@ PARTS = (
         "training",
         "bench.py --workloads drag,small,again,thinned,codec --gib 0.5 --rounds 3 "
         f"--peers {BESIDE}",
-        "--gib 0.01 --rounds 1 --peers torch.save,fastckpt-step",
+        "--gib 0.01 --rounds 1 --peers torch.save,fastckpt,fastckpt-step",
     ),
     Part(
         "many",

@@ -204,7 +204,7 @@ def configured(args: argparse.Namespace) -> Trainer.Config:
     return config
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path("run"), help="torchtitan's dump_folder")
     parser.add_argument("--steps", type=int, default=100, help="train up to this step")
@@ -218,7 +218,11 @@ def main() -> None:
     parser.add_argument("--manager", choices=["fastckpt", "dcp"], default="fastckpt")
     parser.add_argument("--exclude", nargs="*", default=[], help="exclude_from_loading")
     parser.add_argument("--loss-log", type=Path, help="append losses to this file")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = options().parse_args()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_ADDR", "localhost")
