@@ -208,7 +208,7 @@ def codec_tables(result: Row) -> list[str]:
     return [table(["normal numbers", "stored, of all", "GB/s"], rows)]
 
 
-AGAIN_MS = 3.0, 40.0  # for the 745 tensors of the training state, and for 10,000
+AGAIN_MS = 3.0, 40.0  # for the 740 tensors of the training state, and for 10,000
 
 
 def again_lines(result: Row) -> list[Line]:
