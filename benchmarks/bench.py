@@ -37,7 +37,7 @@ from saving import run_again, run_saves, run_small, run_thinned
 WORKLOADS = ("stall", "drain", "load", "drag", "many", "small", "again", "thinned", "codec")
 SAVE_WORKLOADS = {"stall", "drain", "load"}
 DRAG_BYTES = 1 << 30
-SMALL_ROUNDS, AGAIN_ROUNDS = 60, 20
+SMALL_ROUNDS, AGAIN_ROUNDS = 60, 12
 
 
 def arguments() -> argparse.Namespace:
