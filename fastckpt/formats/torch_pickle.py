@@ -310,22 +310,26 @@ class Pickle:
         return cls(content, _LONG + met.hole.to_bytes(17, "little") + b"Q", met.holes, memo_size)
 
     def complete(self) -> bytes:
-        """Returns the pickle with all tensors; to be called once."""
-        if not self._holes:
-            return self.content
-        first, *rest = self.content.split(self._marker)
-        repeated = {place for place in self._holes if isinstance(place, int)}
-        parts = [first]
-        for place, (tensor, after) in enumerate(zip(self._holes, rest, strict=True)):
+        """Returns the pickle with all tensors, and drops the one with the holes."""
+        content, self.content = self.content, b""
+        holes, self._holes = self._holes, ()
+        if not holes:
+            return content
+        repeated = {place for place in holes if isinstance(place, int)}
+        view, at = memoryview(content), 0  # other objects in it may be large
+        parts: list[bytes | memoryview] = []
+        for place, tensor in enumerate(holes):
+            end = content.index(self._marker, at)
+            parts.append(view[at:end])
             if isinstance(tensor, int):
                 parts.append(self._memo[tensor])
             else:
                 parts.append(self._operations(tensor))
                 if place in repeated:
                     parts.append(self._put(place))
-            parts.append(after)
-        self._holes = ()
-        return b"".join(parts)
+            at = end + len(self._marker)
+        assert content.find(self._marker, at) < 0
+        return b"".join([*parts, view[at:]])
 
     def _operations(self, tensor: _Tensor) -> bytes:
         (word, kind, key, location, count), offset, sizes, strides, requires_grad = tensor

@@ -170,7 +170,7 @@ def with_tensors(nest: Any, pool: list[Any]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(NESTS, NESTS)
 def test_nests_are_pickled_as_torch_pickles_them(first: Any, second: Any) -> None:
     """Whatever was pickled before, and however often a tensor occurs."""
