@@ -529,15 +529,13 @@ def test_a_killed_group_heals_bit_by_bit(
             group.close()
         lighthouse.shutdown()
     begin = max(group.life[0][0] for group in groups)  # since then, all groups live
-    together = {tuple(step for step in group.life if step[0] >= begin) for group in groups}
-    assert len(together) == 1 and together.pop()[-1][0] == end
-    of_step = dict[int, set[str]]()
-    for number, digest in (step for group in groups for step in group.digests):
-        of_step.setdefault(number, set()).add(digest)
+    lives = [step for group in groups for step in group.life if step[0] >= begin]
+    assert len({*lives}) == len(dict(lives)) and max(lives)[0] == end
+    assert all(group.life[-1][0] == end for group in groups)
     # The mean of two equal gradients is exact and that of three is not, so a step that two groups
     # commit again after a kill may differ from what three have committed.
-    differing = {number: found for number, found in of_step.items() if len(found) > 1}
-    assert count == 3 or not differing
-    assert of_step.keys() >= {*range(1, end + 1)}
+    steps = {step for group in groups for step in group.digests}
+    assert count == 3 or len(steps) == len(dict(steps))
+    assert dict(steps).keys() >= {*range(1, end + 1)}
     assert sum(group.lives for group in groups) >= count + kills
     print(f"{kills} kills, {sum(group.lives for group in groups)} lives, {end} steps")
