@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, ensure
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Kept
 from fastckpt.plan.image import BY_VALUE_BYTES
@@ -79,7 +79,7 @@ class Capture:
 
     def forget(self) -> None:
         """Drops all references to the object's memory."""
-        self._records, self._others = [], []
+        self._records, self._others, self._pickled = [], [], Pickle(b"")
 
 
 def capture(
@@ -157,7 +157,8 @@ class _Met:
         self._dtypes: dict[int, torch.dtype] = {}
         self._locations: dict[torch.device, str] = {}
         self._tags_devices = _tags_devices()
-        self._place_of: dict[int, int] = {}  # in holes, by the tensor's identity
+        # In holes, by the tensor's identity; None for a tensor that the pickler has reduced.
+        self._place_of: dict[int, int | None] = {}
         self._alive: list[torch.Tensor] = []  # so that identities stay theirs
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -220,17 +221,25 @@ class _Met:
         """Returns the number that the pickler writes instead of a torch.Tensor, and records what
         the tensor's __reduce_ex__ would return; returns None for a tensor with special attributes.
         """
-        place = self._place_of.get(id(tensor))
-        if place is not None:
+        place = self._place_of.get(id(tensor), -1)
+        if place is None:
+            return None
+        if place >= 0:
             self.holes.append(place)
             return self.hole
         dtype = tensor.dtype
         kind = _LEGACY.get(dtype)
-        if kind is None or tensor.layout is not torch.strided or tensor.is_nested:
-            return None
-        if tensor.__dict__ or tensor._backward_hooks or tensor.is_neg():
-            return None
-        if self._type_of(tensor.device) not in self._readable:
+        if (
+            kind is None
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.__dict__
+            or tensor._backward_hooks
+            or tensor.is_neg()
+            or (_has_names is not None and _has_names(tensor))
+            or self._type_of(tensor.device) not in self._readable
+        ):
+            self._place_of[id(tensor)] = None  # the pickler's memo keeps it alive
             return None
         storage = tensor.untyped_storage()
         identity = self.identified(storage, dtype, kind)
@@ -252,6 +261,11 @@ class _Met:
         observes, readable = self._observes, self._readable
         for storage, kind, nbytes in self._storages:
             content: bytes | torch.UntypedStorage = storage
+            if storage.nbytes() != nbytes:
+                raise CheckpointError(
+                    f"a storage has {storage.nbytes()} bytes, but had {nbytes} when its tensor was "
+                    "pickled: other code resized it during the save"
+                )
             if kind not in readable:
                 content = storage.cpu()  # type: ignore[no-untyped-call]
             elif not observes or not nbytes:
@@ -301,17 +315,21 @@ class Pickle:
     @classmethod
     def of(cls, pickler: Any, file: io.BytesIO, met: _Met) -> Pickle:
         """Returns the pickle that a pickler has written to a file."""
-        content = file.getvalue()
         if not met.holes:
-            return cls(content)
+            return cls(file.getvalue())
+        end = file.tell()
         pickler.dump([])  # its place in the memo is the first free one
-        put = file.getvalue()[len(content) + 3 : -1]
+        put = file.getbuffer()[end + 3 : -1].tobytes()
+        file.truncate(end)
         memo_size = int.from_bytes(put[1:], "little")
-        return cls(content, _LONG + met.hole.to_bytes(17, "little") + b"Q", met.holes, memo_size)
+        return cls(
+            file.getvalue(), _LONG + met.hole.to_bytes(17, "little") + b"Q", met.holes, memo_size
+        )
 
     def complete(self) -> bytes:
         """Returns the pickle with all tensors, and drops the one with the holes."""
         content, self.content = self.content, b""
+        ensure(content != b"", "a pickle is completed once")
         holes, self._holes = self._holes, ()
         if not holes:
             return content
@@ -328,7 +346,7 @@ class Pickle:
                 if place in repeated:
                     parts.append(self._put(place))
             at = end + len(self._marker)
-        assert content.find(self._marker, at) < 0
+        ensure(content.find(self._marker, at) < 0, "each hole is one of a tensor")
         return b"".join([*parts, view[at:]])
 
     def _operations(self, tensor: _Tensor) -> bytes:
@@ -412,8 +430,8 @@ def _pickler_of(base: Any) -> Any:
             super().__init__(file, protocol=protocol)
             self._met = met
             # Later protocols number the memo's entries by themselves, also those in holes.
-            is_stock = base is pickle.Pickler and protocol in (2, 3)
-            registered = torch.Tensor in copyreg.dispatch_table
+            is_stock = base is _STOCK and protocol in (2, 3)
+            registered = copyreg.dispatch_table.keys() & {torch.Tensor, OrderedDict}
             is_stock = is_stock and torch.Tensor.__reduce_ex__ is _REDUCE and not registered
             self._leaves_out = is_stock and _knows_tensors()
 
@@ -449,6 +467,8 @@ def _knows_tensors() -> bool:
 
 
 _REBUILD, _REDUCE = torch._utils._rebuild_tensor_v2, torch.Tensor.__reduce_ex__
+_STOCK = pickle.Pickler
+_has_names = getattr(torch.Tensor, "has_names", None)  # before torch 2.13; torch.save refuses them
 # Complex numbers may be conjugates, which is told.
 _LEGACY = {
     getattr(torch, name): getattr(torch, legacy)

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastckpt.errors import CheckpointError
 from fastckpt.formats import torch_pickle
 from tests.kit.pickles import operations
 
@@ -202,6 +203,42 @@ def test_other_nests_have_other_operations() -> None:
     ]
     found = [str(operations(of_ours(nest, False)["data.pkl"])) for nest in nests]
     assert len({*found}) == len(nests)
+
+
+class Clearing:
+    """Changes a tensor while it is pickled."""
+
+    def __init__(self, tensor: torch.Tensor, change: Callable[[torch.Tensor], object]) -> None:
+        self.tensor, self.change = tensor, change
+
+    def __reduce__(self) -> Any:
+        self.change(self.tensor)
+        return (str, ())
+
+
+def test_a_tensor_that_loses_its_attributes_stays_one_object() -> None:
+    def obj() -> list[Any]:
+        tensor = with_attribute()
+        return [tensor, Clearing(tensor, lambda tensor: tensor.__dict__.clear()), tensor]
+
+    assert operations(of_ours(obj(), False)["data.pkl"]) == operations(of_torch(obj())["data.pkl"])
+
+
+@pytest.mark.parametrize("observe", [False, True])
+def test_a_storage_that_is_resized_while_it_is_pickled_is_refused(observe: bool) -> None:
+    tensor = torch.ones(6)
+    obj = [tensor, Clearing(tensor, lambda tensor: tensor.untyped_storage().resize_(0))]
+    with pytest.raises(CheckpointError, match=r"a storage has 0 bytes, but had 24"):
+        of_ours(obj, observe)
+
+
+def test_a_pickle_is_completed_once_and_frees_the_one_with_holes() -> None:
+    captured = torch_pickle.capture([torch.ones(2), b"x" * 999], pickle, 2, False, False)
+    assert captured.mentions(b"xxx")
+    first = captured.records
+    assert captured.records is first and not captured.mentions(b"xxx")
+    captured.forget()
+    assert not captured.records and not list(captured.storages())
 
 
 def test_two_dtypes_of_one_memory_are_refused_as_torch_does() -> None:
