@@ -41,7 +41,7 @@ def operations(content: bytes) -> list[Any]:
                 used[0].append([name, *used[1:]])
                 stack.append(used[0])
             else:
-                stack.append([name, argument, *used])
+                stack.append([name, repr(argument), *used])  # no NaN is equal to itself
     (whole,) = stack
     numbers: dict[int, int] = {}
 
