@@ -158,7 +158,7 @@ def test_the_picture_is_of_the_record_of_saves() -> None:
 
 def test_measurements_are_short_and_every_part_is_shown() -> None:
     texts = [document.read_text() for document in documents.DOCUMENTS]
-    assert len((ROOT / "docs" / "project" / "measurements.md").read_text().splitlines()) <= 300
+    assert len((ROOT / "docs" / "project" / "measurements.md").read_text().splitlines()) <= 320
     shown = {
         name
         for text in texts
