@@ -396,7 +396,7 @@ Rule = Callable[[Source], Iterator[Fault]]
 LONG_CPP = "// {}\nnamespace a {{\nint f(int x) {{\n{}}}\n}}\n".format
 # Every rule, and for each kind of file it judges a path and a text that break it.
 FAULTS: dict[Rule, list[tuple[str, str]]] = {
-    long_lines: [("a.md", "x" * 101), ("csrc/a.cc", "|" * 101)],
+    long_lines: [("a.md", "x " * 51), ("csrc/a.cc", "|" * 101)],
     tab_indentation: [("fastckpt/a.py", "if a:\n\tb()\n"), ("csrc/a.h", "  \tint a;\n")],
     long_python_functions: [("fastckpt/a.py", "def f():\n" + "    g()\n" * 100)],
     long_cpp_functions: [
