@@ -46,8 +46,8 @@ class Policy(NamedTuple):
         last: how many of the newest checkpoints that count stay, at least 1. A checkpoint that does
             not count stays while fewer than `last` newer ones count.
         every: checkpoints whose number is a multiple of this also stay.
-        best: the name of a checkpoint that stays and takes one of the `last` places, but never the
-            place of the newest checkpoint.
+        best: the name of a checkpoint that stays and, if it counts, takes one of the `last` places,
+            but never the place of the newest checkpoint.
         top: how many of the best checkpoints that count also stay, in the order of best_first(). A
             checkpoint that does not count stays while fewer than `top` better ones count.
     """
@@ -72,7 +72,7 @@ def victims(entries: Sequence[Entry], policy: Policy) -> list[str]:
         if top > 0:
             on_top.add(entry.name)
         top -= entry.counts
-    counted = {entry.key for entry in entries if entry.name == best}
+    counted = {entry.key for entry in entries if entry.name == best and entry.counts}
     going = []
     for place, entry in enumerate(entries):
         if entry.is_useless:

@@ -53,6 +53,12 @@ def test_what_stays(
     assert {*victims(entries, Policy(last, every, chosen, top + 1))} <= {*going}
 
 
+def test_the_best_takes_no_place_if_it_does_not_count() -> None:
+    """Else the last complete checkpoint would go while the best one is not complete yet."""
+    entries = [Entry("best", counts=False), Entry("complete"), Entry("older")]
+    assert victims(entries, Policy(1, best="best")) == ["older"]
+
+
 @given(ENTRIES, st.integers(1, 5), st.integers(1, 4))
 def test_the_best_stay(entries: list[Entry], last: int, top: int) -> None:
     going = victims(entries, Policy(last, top=top))
