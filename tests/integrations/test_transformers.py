@@ -34,6 +34,7 @@ from tests.kit.paths import ROOT
 
 pytest.importorskip("transformers")
 
+from tqdm import tqdm
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -57,6 +58,8 @@ from fastckpt.integrations.transformers import AsyncTrainer, _rotate
 from fastckpt.saving.pipeline import Pipeline
 from tests.kit.doubles import Delay, Recorder, process_on
 from tests.kit.options import gathered
+
+tqdm.monitor_interval = 0  # its thread would stay, and a test would take it for one of a save
 
 pytestmark = pytest.mark.usefixtures("drained")
 OF_ARGUMENTS = inspect.getsource(inspect.getmodule(TrainingArguments))
