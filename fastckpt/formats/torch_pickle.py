@@ -45,7 +45,7 @@ class SkipDataActive(Exception):
 
 
 class Capture:
-    """What torch.save's pickler meets in an object.
+    """The records and tensors of an object, as torch.save's pickler meets them.
 
     Attributes:
         tensors: the pickled tensors, with their version counters at that moment.
@@ -152,7 +152,7 @@ class _Met:
         self._readable = readable
         self._storages: list[tuple[torch.UntypedStorage, str, int]] = []  # device type, size
         self._types: dict[torch.device, str] = {}  # as a device's attribute they take long
-        self._known: dict[int, tuple[str, str, int]] = {}  # see _meet(); by _cdata
+        self._facts: dict[int, tuple[str, str, int]] = {}  # see _meet(); by _cdata
         self._of_tensors: set[int] = set()
         self._dtypes: dict[int, torch.dtype] = {}
         self._locations: dict[torch.device, str] = {}
@@ -190,10 +190,10 @@ class _Met:
         dtype's legacy class.
         """
         number, device, nbytes = storage._cdata, storage.device, storage.nbytes()
-        known = self._known.get(number)
-        if known is None:
-            known = self._known[number] = self._meet(storage, device, nbytes)
-        key, location, address = known
+        facts = self._facts.get(number)
+        if facts is None:
+            facts = self._facts[number] = self._meet(storage, device, nbytes)
+        key, location, address = facts
         if address and self._dtypes.setdefault(address, dtype) is not dtype:
             raise RuntimeError(
                 "Cannot save multiple tensors or storages that view the same data as different "
@@ -333,7 +333,7 @@ class Pickle:
         holes, self._holes = self._holes, ()
         if not holes:
             return content
-        repeated = {place for place in holes if isinstance(place, int)}
+        aliases = {place for place in holes if isinstance(place, int)}
         view, at = memoryview(content), 0  # other objects in it may be large
         parts: list[bytes | memoryview] = []
         for place, tensor in enumerate(holes):
@@ -343,7 +343,7 @@ class Pickle:
                 parts.append(self._memo[tensor])
             else:
                 parts.append(self._operations(tensor))
-                if place in repeated:
+                if place in aliases:
                     parts.append(self._put(place))
             at = end + len(self._marker)
         ensure(content.find(self._marker, at) < 0, "each hole is one of a tensor")
@@ -372,8 +372,8 @@ class Pickle:
 
     def _once(self, operations: bytes) -> bytes:
         """Returns operations that push a value; the next time, the one that repeats it."""
-        known = self._memo.get(operations)
-        return operations + self._put(operations) if known is None else known
+        again = self._memo.get(operations)
+        return operations + self._put(operations) if again is None else again
 
     def _put(self, what: bytes | int) -> bytes:
         """Returns the operation that puts the last value into the memo."""
