@@ -159,7 +159,7 @@ class Checkpointer(Catalog):
         before_commit: see fastckpt.save().
         on_commit: called as on_commit(step, handle) on every rank when a step is committed (with
             `local`, in the root), on the save's own thread, which has not yet removed older steps.
-            An error that it raises is logged.
+            An error that it raises is logged, and sys.exit() does not end the program.
         on_failure: called likewise as on_failure(step, error) when a save has failed or was
             cancelled; not if save() itself raises.
 
@@ -670,7 +670,14 @@ def _call(
 ) -> None:
     """Calls one of the caller's functions at the end of a save."""
     error = handle.failure()
-    if error is None and on_commit is not None:
-        on_commit(step, handle)
-    if error is not None and on_failure is not None:
-        on_failure(step, error)
+    try:
+        if error is None and on_commit is not None:
+            on_commit(step, handle)
+        if error is not None and on_failure is not None:
+            on_failure(step, error)
+    except SystemExit:  # Future logs other errors; this one would end the thread without a word
+        log.exception(
+            "sys.exit() in on_commit or on_failure of step %d does not end the program, because "
+            "the function runs on a background thread: exit in the training loop",
+            step,
+        )

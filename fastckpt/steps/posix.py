@@ -446,8 +446,8 @@ class PosixSteps(StepStore):
                 fd = self.storage.open(path, "lock")
             except FileNotFoundError:
                 return True  # removed by somebody else
-            except OSError:
-                return False
+            except OSError as error:
+                raise StorageError("open", path, error.errno or errno.EIO) from error
             locked.callback(atomic.close_quietly, self.storage, fd)
             try:
                 with reported("lock", path):

@@ -39,6 +39,7 @@ from tests.kit.doubles import (
     power_cuts,
     process_on,
 )
+from tests.kit.mounts import mounted, run_as_root
 from tests.kit.options import gathered
 from tests.kit.steps import directories, place_of_commit
 from tests.kit.storm import Storm
@@ -302,6 +303,22 @@ def test_a_step_is_deleted_unless_it_is_read(memory: Path) -> None:
         for change in (checkpointer.pin, checkpointer.unpin, checkpointer.delete):
             with pytest.raises(ValueError, match="it is itself a step: pass "):
                 change(2)
+
+
+@pytest.mark.filesystem
+def test_a_step_on_a_read_only_file_system_is_not_deleted(disk: Path) -> None:
+    with mounted("tmpfs", disk) as mount:
+        root = mount / "run"
+        with Checkpointer(root) as checkpointer:
+            checkpointer.save(1, state(1))
+        run_as_root("mount", "-o", "remount,ro", str(mount))
+        try:
+            with pytest.raises(StorageError, match=r"step-00000001/manifest.*read-only") as caught:
+                Checkpointer(root).delete(1)
+        finally:
+            run_as_root("mount", "-o", "remount,rw", str(mount))
+        assert caught.value.errno == errno.EROFS
+        assert whole(root) == [1]
 
 
 class Beside(Recorder):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,16 @@ def test_an_error_of_such_a_function_is_logged_and_fails_nothing(
         checkpointer.wait()
         assert checkpointer.steps() == [1]
     assert "no room for 1" in caplog.text
+
+    def exits(_step: int, _handle: fastckpt.SaveHandle) -> None:
+        sys.exit("enough")
+
+    with Checkpointer(memory / "run", on_commit=exits) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save(step, state(step))
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2, 3]
+    assert "sys.exit() in on_commit or on_failure of step 3 does not end" in caplog.text
     for name in ("on_commit", "on_failure"):
         with pytest.raises(TypeError, match=f"{name} is 'print' of type str, must be a function"):
             Checkpointer(memory / "run", **{name: "print"})  # type: ignore[arg-type]
