@@ -80,7 +80,7 @@ def gains(saves: Row, gpu: Row) -> str:
         + [("safetensors", loads["safetensors"])],
     )
     return table(
-        ["", "training is blocked for", "on the disk after", "load, nothing cached"], lines
+        ["", "the state may change after", "on the disk after", "load, nothing cached"], lines
     )
 
 

@@ -184,7 +184,8 @@ def readme() -> str:
     rounds = len(by_peer(saves["results"]["saves"]["rows"])["fastckpt"])
     gpu_rounds = len(by_peer(gpu["results"]["commit"]["rows"])["fastckpt"])
     footnote = (
-        "fastckpt's rows give seconds from the call; the other rows give multiples of these. "
+        "fastckpt's rows give seconds from the call; the rows below say how many times as long "
+        "others take. "
         f"Medians of {rounds} saves on the CPU and of {gpu_rounds} on the H100; "
         "every library syncs its files. [Measurements](docs/project/measurements.md) has more, "
         "including where fastckpt is slower. "

@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 from train_gpt import PRESETS, load_text, make_model
 
-from fastckpt import SaveOptions
 from fastckpt.integrations.accelerate import load_state, save_state
 
 PRESET = PRESETS["tiny"]
@@ -102,7 +101,7 @@ def main() -> int:
             logits = model(windows[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
             accelerator.backward(loss)
-            optimizer.step()  # waits here until the previous save has copied everything
+            optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             if options.loss_log and accelerator.is_main_process:
@@ -114,7 +113,7 @@ def main() -> int:
                 if options.stock:
                     accelerator.save_state()
                 else:
-                    handle = save_state(accelerator, options=SaveOptions(fence="step"))
+                    handle = save_state(accelerator)
             if progress.step == options.steps:
                 break
     if handle is not None:

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from train_fsdp2 import make_sharded
 from train_gpt import load_text
 
-from fastckpt import SaveOptions
 from fastckpt.integrations.dcp import Reader, Saving, async_save
 
 # torch's own warnings in a job on CPUs, which mean nothing here.
@@ -67,7 +66,7 @@ def main() -> int:
         saving: Saving | None = None
         for step in range(first, args.steps):
             loss = train_step(model, preset, *rank.share(text, preset, args.seed, step))
-            optimizer.step()  # waits here until the previous save has copied everything
+            optimizer.step()
             report(log, rank, step, loss, last=step == args.steps - 1)
             if args.every and (step + 1) % args.every == 0:
                 if saving is not None:
@@ -75,7 +74,6 @@ def main() -> int:
                 saving = async_save(
                     state_of(model, optimizer, step + 1),
                     checkpoint_id=args.root / f"step-{step + 1}",
-                    options=SaveOptions(fence="step"),
                 )
         if saving is not None:
             saving.result()

@@ -169,9 +169,7 @@ def main() -> int:
         saves: list[fastckpt.SaveHandle] = []
         sample_log = Path(f"{args.sample_log}.{rank.number}") if args.sample_log else None
         with (
-            fastckpt.Checkpointer(
-                args.root, keep_last=3, options=fastckpt.SaveOptions(fence="step")
-            ) as checkpointer,
+            fastckpt.Checkpointer(args.root, keep_last=3) as checkpointer,
             loss_log(args.loss_log, rank) as log,
             open(sample_log or os.devnull, "a", buffering=1) as samples,
         ):
@@ -183,7 +181,7 @@ def main() -> int:
             for step in range(first, args.steps):
                 batch = next(feed)
                 loss = train_step(parallel, batch, none)
-                optimizer.step()  # waits here until the previous save has copied everything
+                optimizer.step()
                 report(log, rank, step, loss, last=step == args.steps - 1)
                 numbers = [] if batch is None else batch["number"].tolist()
                 samples.write(

@@ -90,19 +90,12 @@ def main() -> int:
                 seed_rank(args.seed, step, rank)
                 batch = rank.share(text, preset, args.seed, step)
                 loss = train_step(parallel, preset, *batch)
-                optimizer.step()  # waits here until the previous save has copied everything
+                optimizer.step()
                 scheduler.step()
                 report(log, rank, step, loss, last=step == args.steps - 1)
                 if args.every and (step + 1) % args.every == 0:
                     state = capture(model, optimizer, scheduler, step + 1)
-                    saves.append(
-                        fastckpt.save(
-                            state,
-                            args.path,
-                            options=fastckpt.SaveOptions(fence="step"),
-                            group=dist.group.WORLD,
-                        )
-                    )
+                    saves.append(fastckpt.save(state, args.path, group=dist.group.WORLD))
                 report_saves(saves, rank)
             report_saves(saves, rank, wait=True)
         # DDP holds the group. If it were freed after the group's end, torch would wait for gloo's

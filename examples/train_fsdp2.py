@@ -225,9 +225,7 @@ def main() -> int:
         memory = in_memory(args.memory, args.root_every, rank)
         with (
             tensorboard_log(args.tensorboard, rank) as tell,
-            fastckpt.Checkpointer(
-                args.root, local=memory, keep_last=3, options=fastckpt.SaveOptions(fence="step")
-            ) as checkpointer,
+            fastckpt.Checkpointer(args.root, local=memory, keep_last=3) as checkpointer,
             loss_log(args.loss_log, rank) as log,
         ):
             first = checkpointer.restore(state, required=args.resume) or 0
@@ -239,7 +237,7 @@ def main() -> int:
                 print(f"rank {rank.number}: {sources(checkpointer)}", flush=True)
             for step in range(first, args.steps):
                 loss = train_step(model, preset, *own.next_share(), mesh["dp"].get_group())
-                optimizer.step()  # waits here until the previous save has copied everything
+                optimizer.step()
                 scheduler.step()
                 report(log, rank, step, loss, last=step == args.steps - 1)
                 if args.every and (step + 1) % args.every == 0:

@@ -89,7 +89,7 @@ def main() -> int:
     add("--every", type=int, default=10, metavar="STEPS", help="between saves")
     add("--keep", type=int, default=3, help="how many checkpoints stay")
     add("--output-dir", type=Path, default=Path("run"), help="directory of the run")
-    add("--fence", choices=("call", "step"), default="step", help="when training goes on")
+    add("--fence", choices=("call", "step"), default="call", help="when training goes on")
     add("--on-error", choices=("raise", "warn"), default="raise", help="what a failed save does")
     add("--seed", type=int, default=0)
     add("--stock", action="store_true", help="save and load without fastckpt")

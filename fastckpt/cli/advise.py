@@ -46,7 +46,7 @@ class Job:
     step_s: float = 0.0  # unknown, so no copy is assumed to overlap a step
     commit_s: float = 0.5
     restart_s: float = 300.0
-    torch_rate: float = 0.7e9  # from docs/project/measurements.md
+    torch_rate: float = 0.7e9  # of the H100 in docs/project/measurements.md
     torch_writers: int = 1
     keep_last: int | None = None  # all checkpoints stay
     keep_every: int | None = None  # none beside keep_last

@@ -88,7 +88,7 @@ CASES = [
     Case("340B few writers, uneven, s", uneven_lug, 90.0, "74.8 s"),
     Case("8B size, GiB", lambda: 8.03e9 * BYTES_PER_PARAMETER / GIB, 105.0, "104.7 GiB"),
     Case("70B size, GiB", lambda: 70.6e9 * BYTES_PER_PARAMETER / GIB, 912.0, "920.5 GiB"),
-    Case("405B size, TiB", lambda: 405.8e9 * BYTES_PER_PARAMETER / TIB, 5.29, "5.17 TiB"),
+    Case("405B size, GiB", lambda: 405.8e9 * BYTES_PER_PARAMETER / GIB, 5292.2, "5291.0 GiB"),
     Case("1T, AIStore, 3 nodes, s", lambda: aistore(3, 8, 1024, 15426.6), 459.8, "442.2 s"),
     Case("1T, AIStore, 12 nodes, s", lambda: aistore(12, 16, 1024, 15426.6), 116.4, "110.9 s"),
     Case("405B, AIStore, 12 nodes, s", lambda: aistore(12, 16, 512, 5292.2), 46.5, "38.4 s"),

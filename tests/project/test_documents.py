@@ -287,7 +287,11 @@ def test_the_pictures_are_those_of_the_script() -> None:
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
     for name, draw in pictures.PICTURES.items():
-        assert (pictures.IMAGES / f"{name}.svg").read_text() == draw(), "python docs/pictures.py"
+        picture = draw()
+        assert (pictures.IMAGES / f"{name}.svg").read_text() == picture, "python docs/pictures.py"
+        frame, *boxes = re.findall(r'<rect (?:x="(\S+)" y="\S+" )?width="(\S+)"', picture)
+        for x, width in boxes:
+            assert float(width) > 0 and float(x) + float(width) <= float(frame[1]), name
 
 
 def anchors(text: str) -> set[str]:
