@@ -483,12 +483,13 @@ class Round:
 
     def _unreachable(self, error: ConnectionError) -> PeerFailed:
         consequence = _COMMITTED if self._is_committed else _IN_DOUBT
+        may_be_visible = self.may_be_visible and not self.failed  # then rank 0 never decides
         return PeerFailed(
             f"{self.label}: the store that ranks agree through is unreachable ({error}): the "
             "process that hosts it, likely rank 0's or the launcher's agent, is gone; "
-            + (consequence if self.may_be_visible else self._consequence),
-            visible=self.may_be_visible,
-            in_doubt=self.may_be_visible and not self._is_committed,
+            + (consequence if may_be_visible else self._consequence),
+            visible=may_be_visible,
+            in_doubt=may_be_visible and not self._is_committed,
         )
 
     def _join(self, patience_s: float) -> None:

@@ -552,6 +552,38 @@ def test_what_errors_say_is_true_wherever_a_rank_loses_the_store(
     assert any(errors[victim] is not None and not is_visible(errors[victim]) for _, errors in found)
 
 
+@pytest.mark.parametrize("is_heard", [False, True], ids=["unheard", "unanswered"])
+def test_a_late_rank_that_loses_the_store_knows_that_nothing_was_committed(
+    is_heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have given up on it. It cannot doubt what it has heard of that."""
+    monkeypatch.setattr(module, "_BEHIND_S", 0.0)
+    lost, doubts = list[str](), list[str]()
+    for losing in range(20):
+        store = dist.HashStore()
+        loses = LosesStore(store, losing, is_heard=is_heard)
+        first, late = (
+            Coordinator(each, rank, 2, PREFIX) for rank, each in enumerate((store, loses))
+        )
+        begun = first.begin("step 1", 0.01)
+        begun.put("place", b"here")
+        with pytest.raises(PeerFailed, match="rank 1 did not join"):
+            begun.conclude(b"", lambda _records: None)
+        begun = late.begin("step 1", 0.01)
+        with pytest.raises(PeerFailed) as caught:
+            begun.get("place")
+            begun.conclude(b"", lambda _records: None)
+        error, is_known = caught.value, begun.failed
+        begun.fail(error)
+        if is_known:
+            assert not is_visible(error) and "nothing was committed" in str(error), loses.lost
+        assert begun.may_be_visible == is_visible(error)
+        lost.append(loses.lost)
+        doubts += [loses.lost] * is_known
+    assert not lost[-1], "there are more operations than this"
+    assert any("done/1" in operation for operation in doubts)
+
+
 def test_a_lost_connection_is_opened_anew_by_the_next_round() -> None:
     store = dist.HashStore()
     loses = LosesStore(store, 6, is_heard=False)
