@@ -196,6 +196,15 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
             call()
         except Exception:
             log.exception("a callback of %r failed", self)
+        except SystemExit:
+            if threading.current_thread() is threading.main_thread():
+                raise
+            # Python would end the thread without a message, and skip the other callbacks.
+            log.exception(
+                "a callback of %r called sys.exit(), which does not end the program on a "
+                "background thread: exit in the training loop",
+                self,
+            )
         finally:
             _calling.is_under_way = before
 

@@ -670,14 +670,7 @@ def _call(
 ) -> None:
     """Calls one of the caller's functions at the end of a save."""
     error = handle.failure()
-    try:
-        if error is None and on_commit is not None:
-            on_commit(step, handle)
-        if error is not None and on_failure is not None:
-            on_failure(step, error)
-    except SystemExit:  # Future logs other errors; this one would end the thread without a word
-        log.exception(
-            "sys.exit() in on_commit or on_failure of step %d does not end the program, because "
-            "the function runs on a background thread: exit in the training loop",
-            step,
-        )
+    if error is None and on_commit is not None:
+        on_commit(step, handle)
+    if error is not None and on_failure is not None:
+        on_failure(step, error)

@@ -98,7 +98,8 @@ def save(
         Exception: the error of torch.save for an object that cannot be pickled; nothing was
             written.
         CheckpointError: an earlier save() failed, and its error, the __cause__ of this one, was not
-            retrieved (on_error="raise"). This save was not begun.
+            retrieved (on_error="raise"). This save was not begun. Or other code resized a storage
+            of obj during the call.
         StorageError: the directory of f does not exist, or f is ""; or the check of f did not
             return within timeout_s (on_error="raise"). result() raises all other errors of the file
             system.

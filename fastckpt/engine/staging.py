@@ -336,8 +336,8 @@ class Staging:
         """
         direct, why, policy = self._direct(fd, path, requested, writing, offset)
         patience_s = PATIENCE_S if policy.remote else 0.0
-        # A few blocks keep a local disk busy, and files with many blocks in flight delay each
-        # other: loads of 8 files took 1.3 x as long with 16 blocks of each as with 6.
+        # A few blocks keep a local disk busy, and files with many blocks in flight delay each other
+        # (measured in docs/project/dlio.md).
         ahead = 2 + 2 * stager_count() if direct and not policy.remote else WINDOW_BLOCKS
         choice = policy.backend if requested == "auto" else requested
         if requested != "auto":

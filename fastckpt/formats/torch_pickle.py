@@ -74,11 +74,13 @@ class Capture:
         return (content for _, content in self._others if isinstance(content, torch.UntypedStorage))
 
     def mentions(self, name: bytes) -> bool:
-        """Returns whether the pickle may refer to a class of this name."""
+        """Returns whether the pickle may refer to a class of this name apart from what it says of
+        plain tensors. To be called before `records` is read.
+        """
         return name in self._pickled.content
 
     def forget(self) -> None:
-        """Drops all references to the object's memory."""
+        """Drops all references to the object's memory except those in `tensors`."""
         self._records, self._others, self._pickled = [], [], Pickle(b"")
 
 
@@ -219,7 +221,10 @@ class _Met:
 
     def left_out(self, tensor: torch.Tensor) -> int | None:
         """Returns the number that the pickler writes instead of a torch.Tensor, and records what
-        the tensor's __reduce_ex__ would return; returns None for a tensor with special attributes.
+        the tensor's __reduce_ex__ would return; returns None for a tensor of a subclass or with
+        special attributes.
+
+        The first time decides, because other code may change the class of a tensor during the call.
         """
         place = self._place_of.get(id(tensor), -1)
         if place is None:
@@ -227,8 +232,7 @@ class _Met:
         if place >= 0:
             self.holes.append(place)
             return self.hole
-        dtype = tensor.dtype
-        kind = _LEGACY.get(dtype)
+        kind = _LEGACY.get(tensor.dtype) if type(tensor) is torch.Tensor else None
         if (
             kind is None
             or tensor.layout is not torch.strided
@@ -242,7 +246,7 @@ class _Met:
             self._place_of[id(tensor)] = None  # the pickler's memo keeps it alive
             return None
         storage = tensor.untyped_storage()
-        identity = self.identified(storage, dtype, kind)
+        identity = self.identified(storage, tensor.dtype, kind)
         if self._observes:
             self._of_tensors.add(storage._cdata)
             if storage.nbytes() > BY_VALUE_BYTES:
@@ -263,8 +267,9 @@ class _Met:
             content: bytes | torch.UntypedStorage = storage
             if storage.nbytes() != nbytes:
                 raise CheckpointError(
-                    f"a storage has {storage.nbytes()} bytes, but had {nbytes} when its tensor was "
-                    "pickled: other code resized it during the save"
+                    f"the storage of record data/{len(result)} has {storage.nbytes()} bytes, but "
+                    f"had {nbytes} when its tensor was pickled: other code resized it during the "
+                    "save; save while nothing resizes the state"
                 )
             if kind not in readable:
                 content = storage.cpu()  # type: ignore[no-untyped-call]
@@ -437,10 +442,10 @@ def _pickler_of(base: Any) -> Any:
 
         def persistent_id(self, obj: Any) -> Any:
             kind = type(obj)
-            if kind is torch.Tensor and self._leaves_out:
-                return self._met.left_out(obj)
             if kind in _NO_STORAGES:  # pickle asks for each object
                 return None
+            if isinstance(obj, torch.Tensor):
+                return self._met.left_out(obj) if self._leaves_out else None
             if isinstance(obj, torch.storage.TypedStorage):
                 name = obj._pickle_storage_type()  # type: ignore[no-untyped-call]
                 whole, dtype = obj._untyped_storage, obj.dtype
@@ -479,8 +484,8 @@ _LEGACY = {
         ("int8", "CharStorage"),
     )
 }
-# No object of these very types is a storage.
-_NO_STORAGES = _PLAIN | {
+# No object of these very types is a storage or a tensor.
+_NO_STORAGES = {
     *(str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, type),
     *(torch.dtype, types.FunctionType),
     type(torch.FloatStorage),  # the class of storages' names

@@ -238,7 +238,7 @@ class Pipeline:
                 job.handle.set_result(job.handle.stats)
             else:
                 job.handle.set_exception(error)
-        finally:  # a callback may raise SystemExit
+        finally:  # a callback may raise a BaseException
             job.life.told.set()
             job.reads, job.failure = DeviceSources(), None  # whoever waits may close the devices
 

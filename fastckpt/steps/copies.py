@@ -10,10 +10,10 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from fastckpt.arguments.names import listed
@@ -23,6 +23,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, as
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.latch import SignalSafeFuture, call_aside
 from fastckpt.plan.image import BLOCK_BYTES, PORTION_BYTES, BlockChecksums, block_count
 from fastckpt.reading.kept_blocks import KeptBlocks
 from fastckpt.reading.verified import OVERWRITTEN, Body, VerifiedFile, body_of, opened_regular
@@ -33,7 +34,7 @@ log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
 Fetch = Callable[[str, bool], str]
-_FETCHES = 2  # files fetched at a time: one comes at the speed of one core
+_FETCHES = 2  # files fetched at a time, since each takes one core here and one at the neighbour
 
 
 class StepCopies:
@@ -69,7 +70,7 @@ class StepCopies:
         self._staging = staging
         self._directories = directories
         self._fetch, self._fetched = fetch, dict[str, str]()
-        self._coming = dict[str, Future[bool]]()  # fetches that ahead() has begun
+        self._coming = dict[str, SignalSafeFuture[bool]]()  # fetches that ahead() has begun
         self._unbrought = set[str]()  # files whose failed fetch was reported
         self._open_shards, self._bodies = open_shards, dict[str, Body]()
         self.kept = kept
@@ -123,30 +124,41 @@ class StepCopies:
             self._number[file] = 0
         return self._fetched[file] != ""
 
+    @contextmanager
     def ahead(
         self, shards: Iterable[tuple[ShardIndex, T]]
-    ) -> Generator[tuple[ShardIndex, T], None, None]:
-        """Yields the pairs, and meanwhile fetches missing shards of the next ones. Close the
-        iterator: this waits for fetches that have begun.
+    ) -> Iterator[Iterator[tuple[ShardIndex, T]]]:
+        """Yields an iterator of the same pairs, which fetches missing shards of the next ones
+        meanwhile.
+
+        At the end, waits for the fetches that have begun, except after an interrupt: a neighbour
+        that hangs would hold it up. Their threads then end in the time that a fetch may take.
         """
-        if self._fetch is None:
-            yield from shards
-            return
-        with ThreadPoolExecutor(_FETCHES, "fastckpt-fetch") as threads:
-            waiting = deque[tuple[ShardIndex, T]]()
-            try:
-                for index, value in shards:
-                    if not self._has(index.file, 0):
-                        with suppress(RuntimeError):  # no thread can start: fetched in its turn
-                            fetch = threads.submit(self._brought, index.file, is_damaged=False)
-                            self._coming[index.file] = fetch
-                    waiting.append((index, value))
-                    if len(waiting) > _FETCHES:
-                        yield waiting.popleft()
-                yield from waiting
-            finally:
-                self._coming.clear()
-                threads.shutdown(cancel_futures=True)
+        is_interrupted = True
+        try:
+            yield self._fetched_ahead(shards)
+            is_interrupted = False
+        except Exception:
+            is_interrupted = False
+            raise
+        finally:
+            for fetch in () if is_interrupted else self._coming.values():
+                if (error := fetch.exception()) is not None:
+                    log.warning("%s", error)
+            self._coming.clear()
+
+    def _fetched_ahead(
+        self, shards: Iterable[tuple[ShardIndex, T]]
+    ) -> Iterator[tuple[ShardIndex, T]]:
+        waiting = deque[tuple[ShardIndex, T]]()
+        for index, value in shards:
+            if self._fetch is not None and not self._has(index.file, 0):
+                fetch = partial(self._brought, index.file, is_damaged=False)
+                self._coming[index.file] = call_aside(fetch)
+            waiting.append((index, value))
+            if len(waiting) == _FETCHES:
+                yield waiting.popleft()
+        yield from waiting
 
     def _first_whole(self, file: str, read: Callable[[], T]) -> T:
         unread: StorageError | MemoryError | None = None

@@ -416,7 +416,7 @@ class StepReader:
         queue = reads.ranges[0].queue if reads.ranges else None
         direct, _why = self._staging.gds.way(staging, queue)
         note_overwritten(target.tensor for target in targets)
-        with closing(self.copies.ahead(_rows_of(indexes, buffers))) as shards:
+        with self.copies.ahead(_rows_of(indexes, buffers)) as shards:
             for index, rows in shards:
                 self._read_file(index, sorted(rows), reads, direct)
         converted = (

@@ -216,10 +216,39 @@ class Clearing:
         return (str, ())
 
 
-def test_a_tensor_that_loses_its_attributes_stays_one_object() -> None:
+class Subclass(torch.Tensor):
+    pass
+
+
+def becomes(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def change(tensor: torch.Tensor) -> None:
+        tensor.__class__ = kind
+
+    return change
+
+
+def swap(tensor: torch.Tensor) -> None:
+    torch.utils.swap_tensors(tensor, torch.nn.Parameter(torch.zeros(3)))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change"),
+    [
+        (with_attribute, lambda tensor: tensor.__dict__.clear()),
+        (lambda: torch.ones(2), becomes(Subclass)),
+        (lambda: torch.ones(2), becomes(torch.nn.Parameter)),
+        (lambda: torch.ones(2).as_subclass(Subclass), becomes(torch.Tensor)),
+        (lambda: torch.nn.Parameter(torch.ones(2)), becomes(torch.Tensor)),
+        (lambda: torch.ones(2), swap),
+    ],
+    ids=["attributes", "to subclass", "to parameter", "of subclass", "of parameter", "swapped"],
+)
+def test_a_tensor_that_changes_while_it_is_pickled_stays_one_object(
+    tensor: Callable[[], torch.Tensor], change: Callable[[torch.Tensor], None]
+) -> None:
     def obj() -> list[Any]:
-        tensor = with_attribute()
-        return [tensor, Clearing(tensor, lambda tensor: tensor.__dict__.clear()), tensor]
+        one = tensor()
+        return [one, Clearing(one, change), one]
 
     assert operations(of_ours(obj(), False)["data.pkl"]) == operations(of_torch(obj())["data.pkl"])
 
@@ -228,7 +257,7 @@ def test_a_tensor_that_loses_its_attributes_stays_one_object() -> None:
 def test_a_storage_that_is_resized_while_it_is_pickled_is_refused(observe: bool) -> None:
     tensor = torch.ones(6)
     obj = [tensor, Clearing(tensor, lambda tensor: tensor.untyped_storage().resize_(0))]
-    with pytest.raises(CheckpointError, match=r"a storage has 0 bytes, but had 24"):
+    with pytest.raises(CheckpointError, match=r"storage of record data/0 has 0 bytes, but had 24"):
         of_ours(obj, observe)
 
 

@@ -552,6 +552,30 @@ def test_done_callbacks_may_save(disk: Path) -> None:
     assert len(list(disk.glob("*.copy"))) == count
 
 
+def test_sys_exit_in_a_callback_is_logged_and_the_next_one_is_called(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless it runs on the main thread, where it ends the program."""
+    called = list[str]()
+
+    def exits(_handle: fastckpt.SaveHandle) -> None:
+        called.append("exits")
+        sys.exit("enough")
+
+    with HeldTensor() as held:
+        handle = fastckpt.save(
+            {"w": held.tensor}, disk / "a.pt", options=fastckpt.SaveOptions(fence="step")
+        )
+        handle.add_done_callback(exits)
+        handle.add_done_callback(lambda _handle: called.append("next"))
+        held.release()
+        handle.result(WAIT_S)
+    wait_until(lambda: called == ["exits", "next"], "both were called")
+    assert "called sys.exit(), which does not end the program" in caplog.text
+    with pytest.raises(SystemExit, match="enough"):
+        handle.add_done_callback(exits)
+
+
 # Memory.
 
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -346,6 +346,11 @@ def test_nothing_is_left_when_it_ends(disk: Path) -> None:
     wait_until(lambda: len(os.listdir("/proc/self/fd")) == fds)
 
 
+def shard(file: str) -> tuple[ShardIndex, str]:
+    """The index of a shard, as much of it as a fetch needs, and what belongs to it."""
+    return ShardIndex("ab" * 8, 0, file, 0, 0, BLOCK_BYTES, (), None, (), (), None), file
+
+
 def test_missing_shards_are_fetched_two_at_a_time(disk: Path) -> None:
     """The next copy of a shard is read if it could not be fetched."""
     met, root = threading.Barrier(2, timeout=60), str(disk / "root")
@@ -357,11 +362,36 @@ def test_missing_shards_are_fetched_two_at_a_time(disk: Path) -> None:
         (disk / file).touch()
         return f"neighbour:{file}"
 
-    def index(file: str) -> ShardIndex:
-        return ShardIndex("ab" * 8, 0, file, 0, 0, BLOCK_BYTES, (), None, (), (), None)
-
     copies = StepCopies(Storage(), current().staging, [str(disk), root], fetch=fetch)
-    with closing(copies.ahead((index(file), file) for file in "0123")) as shards:
-        for shard, file in shards:
-            assert copies.whole(shard.file, lambda file=file: file) == file
+    with copies.ahead(map(shard, "0123")) as shards:
+        for index, file in shards:
+            assert copies.whole(index.file, lambda file=file: file) == file
     assert copies.sources == {file: f"neighbour:{file}" for file in "023"} | {"1": f"{root}/1"}
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_only_an_interrupt_does_not_wait_for_fetches(
+    disk: Path, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a fetch that nobody asked for has met is logged."""
+    hung, released, over = threading.Event(), threading.Event(), threading.Event()
+
+    def fetch(file: str, is_damaged: bool) -> str:
+        if file == "0":
+            return "neighbour"
+        hung.set()
+        assert released.wait(60)
+        over.set()
+        raise StorageError("fetch", file, errno.ETIMEDOUT)
+
+    copies = StepCopies(Storage(), current().staging, [str(disk), "root"], fetch=fetch)
+    with pytest.raises(kind), copies.ahead(map(shard, "01")) as shards:
+        copies.whole(next(shards)[0].file, lambda: None)
+        assert hung.wait(60)
+        if kind is ValueError:
+            released.set()
+        raise kind
+    assert over.is_set() == (kind is ValueError)
+    assert ("ETIMEDOUT" in caplog.text) == (kind is ValueError)
+    released.set()
+    assert over.wait(60)
