@@ -460,6 +460,8 @@ def save_small(
     for step in steps:
         handle = saving.save(step, {"step": step})
         told.append(attempt(lambda handle=handle: handle.wait_local(60)).value is True)
+        if step != deadly:
+            handle.wait_memory(60)  # it is on the other node before anybody is killed
     return found, told
 
 
