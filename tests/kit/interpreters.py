@@ -235,7 +235,10 @@ def _ancestor(imports: str) -> socket.socket:
                 [sys.executable, __file__, str(theirs.fileno())],
                 # Not by torch.set_num_threads(): in a child of fork() torch makes a pool anew that
                 # this has made, and a second thread that needs it meanwhile aborts the process.
-                env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
+                # Unbuffered, print() would write the parts of a line one by one, and a kill between
+                # two would leave a part.
+                env=os.environ
+                | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
                 pass_fds=[theirs.fileno()],
             )
             _kept.append(ancestor)  # else it would warn that it still runs, in any test
