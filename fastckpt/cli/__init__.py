@@ -42,6 +42,11 @@ class _Shown:
         return getattr(self._stream, name)
 
 
+def _drop_output() -> None:
+    """Sends what stdout still holds nowhere: at its exit, Python would fail to write it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command with its arguments, by default those in sys.argv; runs `doctor` if there are
     none.
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has closed the pipe, like head(1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except _FAILURES as error:
         message = str(error) or "there is not enough memory"  # MemoryError has no text
@@ -78,6 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with suppress(OSError):  # the error may be stdout's own
                 print(json.dumps({"error": message}, indent=1))
         print(shown_text(as_url(f"fastckpt {parsed.command}: {message}")), file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # what it still holds, which the message above tells of
+            _drop_output()
         return 1
     except KeyboardInterrupt:
         return 130

@@ -549,10 +549,15 @@ def test_a_metadata_file_with_a_hole_at_its_end_is_not_read(
     assert max(lengths) < 1 << 20
 
 
+@pytest.mark.parametrize("is_buffered", [True, False])
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_output_that_cannot_be_written_is_one_line(options: tuple[str, ...], saved: Path) -> None:
-    full = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {AS_A_MODULE}"
-    ended = interpreters.run(full, "inspect", saved / "run", *options)
+def test_output_that_cannot_be_written_is_one_line(
+    options: tuple[str, ...], is_buffered: bool, saved: Path
+) -> None:
+    full = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    if not is_buffered:
+        full += "; sys.stdout.reconfigure(write_through=True)"
+    ended = interpreters.run(f"{full}; {AS_A_MODULE}", "inspect", saved / "run", *options)
     assert ended.returncode == 1
     assert ended.stderr.startswith("fastckpt inspect: ") and ended.stderr.count("\n") == 1
 
