@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import enum
 import errno
-import gc
 import io
 import math
 import os
@@ -46,6 +45,7 @@ from fastckpt.formats import plain_pickle
 from fastckpt.formats.distcp import METADATA
 from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Instance, Refused, are_numbers
 from fastckpt.formats.strict_json import shown
+from fastckpt.formats.torch_pickle import collection_paused
 from fastckpt.plan.boxes import Box, covers, whole
 from fastckpt.reading.verified import opened_regular
 from fastckpt.storage.atomic import is_old
@@ -312,14 +312,8 @@ def described(content: bytes, path: str, weights_only: bool) -> Metadata:
     if not content:
         raise CorruptCheckpoint(f"{path!r} is empty")
     has_checksum = check(content, path)
-    # Unpickling makes millions of objects and no garbage, so collection would only double the time.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collection_paused():  # of millions of objects, it would only double the time
         value, end = _unpickled(content, path, weights_only)
-    finally:
-        if collecting:
-            gc.enable()
     if not has_checksum and end != len(content):
         raise CorruptCheckpoint(f"{path!r} is damaged: unexpected bytes follow the pickle")
     if not isinstance(value, Metadata):

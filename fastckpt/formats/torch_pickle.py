@@ -499,7 +499,11 @@ def collection_paused() -> Iterator[None]:
     """
     collecting = gc.isenabled()
     try:
-        gc.disable()  # inside of the try: a signal handler may raise as soon as this has returned
+        # Inside of the try: a signal handler may raise as soon as this has returned. Another thread
+        # may end its pause at this moment, so only who has seen it enabled may disable it: nobody
+        # else enables it again.
+        if collecting:
+            gc.disable()
         yield
     finally:
         if collecting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import gc
 import io
 import pickle
 import re
@@ -268,6 +269,27 @@ def test_a_pickle_is_completed_once_and_frees_the_one_with_holes() -> None:
     assert captured.records is first and not captured.mentions(b"xxx")
     captured.forget()
     assert not captured.records and not list(captured.storages())
+
+
+def test_pauses_of_two_threads_leave_garbage_collection_enabled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One begins when the other one, which has seen it enabled, ends."""
+    is_enabled = gc.isenabled
+
+    def ended_meanwhile() -> bool:
+        was_enabled = is_enabled()
+        gc.enable()
+        return was_enabled
+
+    gc.disable()
+    with monkeypatch.context() as patched:
+        patched.setattr(gc, "isenabled", ended_meanwhile)
+        with torch_pickle.collection_paused():
+            pass
+    was_enabled = gc.isenabled()
+    gc.enable()
+    assert was_enabled
 
 
 def test_two_dtypes_of_one_memory_are_refused_as_torch_does() -> None:
