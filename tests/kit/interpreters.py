@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import functools
 import gc
+import importlib
 import json
 import os
 import select
@@ -32,6 +34,7 @@ from tests.kit.paths import ROOT
 
 _STATUS = struct.Struct("<ii")
 _LENGTH = struct.Struct("<I")
+_PEER = struct.Struct("3i")  # struct ucred, unix(7): process, user, group
 _STREAMS = 3
 _FDS_MAX = 64
 # What takes long of almost everything that others import: they are forked from one that has it.
@@ -94,7 +97,7 @@ class Program:
         inherit_stderr: bool = False,
         output: str | os.PathLike[str] | None = None,
     ) -> None:
-        ancestor = _ancestor(imports)
+        ancestor = _ancestor()
         pipes = [os.pipe() for _ in range(_STREAMS)]
         child_ends = [pipes[0][0], pipes[1][1], 2 if inherit_stderr else pipes[2][1]]
         if output is not None:
@@ -102,6 +105,7 @@ class Program:
             child_ends[1:] = [into, into]
         order = {
             "text": text,
+            "imports": imports,
             "arguments": [*map(str, arguments)],
             "variables": variables or {},
             "cwd": os.fspath(cwd or os.getcwd()),
@@ -214,96 +218,188 @@ def run(
 
 
 @functools.cache
-def _ancestor(imports: str) -> socket.socket:
-    """A connection to an interpreter that forks others, and ends with this process."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        if imports:
-            _kept.append(
-                Program(
-                    f"import {imports}\n"
-                    "from tests.kit.interpreters import next_program\n"
-                    "exec(*next_program(INHERITED[0]))",
-                    imports="" if imports == TRAINING else TRAINING,
-                    fds=(theirs.fileno(),),
-                    inherit_stderr=True,
-                )
-            )
-        else:
-            search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+def _ancestor() -> socket.socket:
+    """A connection to the interpreter that forks others: one for all workers of a run of pytest,
+    since each import of what training needs takes seconds. It ends when no worker is left.
+    """
+    run = str(os.getpid())
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run = f"{os.environ['PYTEST_XDIST_TESTRUNUID']}-{os.getppid()}"
+    address = f"\0fastckpt-tests-{run}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return _connection(address)
+        listener.listen()
+        ours, theirs = socket.socketpair()
+        search = os.pathsep.join(filter(None, [str(ROOT), _ENVIRONMENT.get("PYTHONPATH")]))
+        with theirs:
+            fds = [listener.fileno(), theirs.fileno()]
             ancestor = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, *map(str, fds)],
                 # Not by torch.set_num_threads(): in a child of fork() torch makes a pool anew that
                 # this has made, and a second thread that needs it meanwhile aborts the process.
                 # Unbuffered, print() would write the parts of a line one by one, and a kill between
                 # two would leave a part.
-                env=os.environ
+                env=_ENVIRONMENT
                 | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
-                pass_fds=[theirs.fileno()],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
             )
-            _kept.append(ancestor)  # else it would warn that it still runs, in any test
-    return ours
+        _kept.append(ancestor)  # else it would warn that it still runs, in any test
+        return ours
 
 
-_kept: list[Program | subprocess.Popen[bytes]] = []  # the ancestors
-
-
-def next_program(fd: int) -> tuple[types.CodeType, dict[str, Any]]:
-    """Serves orders for programs; returns in the process of each, with what it is to execute."""
-    # A collection of garbage writes to what it looks at: programs would copy what they share.
-    gc.collect()
-    gc.freeze()
-    order, fds = _next_order(socket.socket(fileno=fd))
-    return compile(order["text"], "<program>", "exec"), vars(_become(order, fds))
-
-
-def _next_order(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The life of the ancestor, and of the parent of each program: returns in a program's process
-    only, with what it is to do and the descriptors for it.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the parents of programs need not be waited for
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _connection(address: str) -> socket.socket:
+    """A connection to an address that another worker has bound, and may not listen to yet."""
     while True:
-        head, fds, _, _ = socket.recv_fds(orders, _LENGTH.size, _FDS_MAX)
-        if not head:
-            os._exit(0)
-        (left,) = _LENGTH.unpack(head)
+        connection = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(ConnectionRefusedError):  # it does not listen yet
+            connection.connect(address)
+            return connection
+        connection.close()
+
+
+_ENVIRONMENT = dict(os.environ)  # as it is while tests are collected: tests change theirs
+_kept: list[subprocess.Popen[bytes]] = []  # the ancestor, if this process has started it
+
+
+class Ancestor:
+    """The life of an interpreter that forks others.
+
+    Args:
+        listener: where other workers connect.
+        client: the connection to the one that started it.
+    """
+
+    def __init__(self, listener: socket.socket, client: socket.socket) -> None:
+        self._imported = ""  # the module, beside torch and fastckpt
+        self._listeners = [listener]  # none in a descendant
+        self._clients = [client]
+        self._programs: dict[int, tuple[int, socket.socket]] = {}  # by their pidfds
+        self._descendants: dict[str, socket.socket] = {}  # by the module that they have imported
+
+    def next_program(self) -> tuple[types.CodeType, dict[str, Any]]:
+        """Serves orders; returns in the process of each program, with what it is to execute."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._freeze()
+        while self._clients:
+            waits = [*self._programs, *self._listeners, *self._clients]
+            first = select.select(waits, [], [])[0][0]
+            if isinstance(first, int):
+                self._tell_end(first)
+            elif first in self._listeners:
+                self._accept(first)
+            else:
+                data, fds = self._read(first)
+                if data and self._begins(data, fds):
+                    order = json.loads(data)
+                    return compile(order["text"], "<program>", "exec"), vars(_become(order, fds))
+                for fd in fds:
+                    os.close(fd)
+        os._exit(0)
+
+    def _freeze(self) -> None:
+        # A collection of garbage writes to what it looks at: programs would copy what they share.
+        gc.collect()
+        gc.freeze()
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Another worker; whoever connects has code run, so no other user may."""
+        client, _ = listener.accept()
+        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        _, uid, _ = _PEER.unpack(peer)
+        if uid == os.getuid():
+            self._clients.append(client)
+        else:
+            client.close()
+
+    def _read(self, client: socket.socket) -> tuple[bytes, list[int]]:
+        """An order and its descriptors; nothing at the end of a connection, which is closed."""
+        head, fds, _, _ = socket.recv_fds(client, _LENGTH.size, _FDS_MAX)
         data = b""
-        while len(data) < left:
-            data += orders.recv(left - len(data))
-        if os.fork() == 0:
-            orders.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            led, leads = os.pipe()
-            pid = os.fork()
-            if pid:
-                os.close(leads)
-                os.read(led, 1)
-                _await(pid, fds)
+        while head and len(data) < _LENGTH.unpack(head)[0]:
+            more = client.recv(_LENGTH.unpack(head)[0] - len(data))
+            head = head if more else b""  # the worker was killed while it wrote
+            data += more
+        if head:
+            return data, fds
+        self._clients.remove(client)
+        client.close()
+        return b"", fds
+
+    def _begins(self, data: bytes, fds: list[int]) -> bool:
+        """Whether this is the process of the program, which was forked here, or the order is done
+        with, because another process is.
+        """
+        imports = json.loads(data)["imports"]
+        if imports != self._imported:
+            # All but TRAINING are forked from one that has it.
+            self._pass_on(data, fds, imports if self._imported else TRAINING)
+            return False
+        pid = os.fork()
+        if pid == 0:
+            self._close()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
-            os.close(led)
-            os.close(leads)
-            return json.loads(data), fds
-        for fd in fds:
-            os.close(fd)
+            with socket.socket(fileno=fds.pop(0)) as status:
+                _tell(status, os.getpid(), 0)
+            return True
+        self._programs[os.pidfd_open(pid)] = pid, socket.socket(fileno=fds.pop(0))
+        return False
+
+    def _tell_end(self, pidfd: int) -> None:
+        pid, status = self._programs.pop(pidfd)
+        os.close(pidfd)
+        with status:
+            _tell(status, *os.waitpid(pid, 0))
+
+    def _pass_on(self, data: bytes, fds: list[int], module: str) -> None:
+        """Gives an order to the descendant that has imported `module`; in that descendant, which
+        it may fork, the order comes by its connection as later ones do.
+        """
+        if module not in self._descendants:
+            ours, theirs = socket.socketpair()
+            if os.fork() == 0:
+                self._close()
+                ours.close()
+                self._imported, self._clients = module, [theirs]
+                importlib.import_module(module)
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()  # or each program would write what the import has printed
+                self._freeze()
+                return
+            theirs.close()
+            self._descendants[module] = ours
+        descendant = self._descendants[module]
+        with contextlib.suppress(OSError):  # its import failed, which is on stderr
+            socket.send_fds(descendant, [_LENGTH.pack(len(data))], fds)
+            descendant.sendall(data)
+
+    def _close(self) -> None:
+        """In a child: what is of its parent alone."""
+        told = [status for _, status in self._programs.values()]
+        for each in [*self._listeners, *self._clients, *self._descendants.values(), *told]:
+            each.close()
+        for pidfd in self._programs:
+            os.close(pidfd)
+        for kept in (self._listeners, self._clients, self._descendants, self._programs):
+            kept.clear()
 
 
-def _await(pid: int, fds: list[int]) -> None:
-    """Tells the number of a program's process, and its exit status when it is gone."""
-    for fd in fds[1:]:
-        os.close(fd)
-    # Nobody may be there any more who asks.
-    with socket.socket(fileno=fds[0]) as status, contextlib.suppress(OSError):
-        status.send(_STATUS.pack(pid, 0))
-        status.send(_STATUS.pack(*os.waitpid(pid, 0)))
-    os._exit(0)
+def _tell(status: socket.socket, pid: int, code: int) -> None:
+    """Tells the number of a program's process, and later its exit status."""
+    with contextlib.suppress(OSError):  # nobody is there any more who asks
+        status.send(_STATUS.pack(pid, code))
 
 
 def _become(order: dict[str, Any], fds: list[int]) -> types.ModuleType:
     """Gives this process what the program was promised; returns its module."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.close(fds[0])
-    for number, fd in enumerate(fds[1 : 1 + _STREAMS]):
+    for number, fd in enumerate(fds[:_STREAMS]):
         os.dup2(fd, number)
         os.close(fd)
     os.chdir(order["cwd"])
@@ -314,7 +410,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> types.ModuleType:
             os.environ[name] = value
     sys.argv[:] = ["-c", *order["arguments"]]
     module = types.ModuleType("__main__")
-    vars(module).update(INHERITED=fds[1 + _STREAMS :], LEAVE=leave)
+    vars(module).update(INHERITED=fds[_STREAMS:], LEAVE=leave)
     sys.modules["__main__"] = module
     return module
 
@@ -326,5 +422,6 @@ if __name__ == "__main__":
 
     assert torch.get_num_threads() == 1
     assert fastckpt.__file__
-    sys.path[0] = ""  # as for `python -c`
-    exec(*next_program(int(sys.argv[1])))
+    given = [socket.socket(fileno=int(fd)) for fd in sys.argv[1:]]
+    sys.path[0], sys.argv[:] = "", ["-c"]  # as for `python -c`
+    exec(*Ancestor(*given).next_program())
