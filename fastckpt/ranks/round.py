@@ -56,10 +56,12 @@ class RoundNumbers:
         self.stops = itertools.count()
         # begin() takes no lock: after a fork, a thread that no longer exists could hold it.
         self._next: dict[str, int] = {}
-        self._order: dict[str, int] = {}
+        self._order: dict[
+            str, tuple[int, int]
+        ] = {}  # how often this rank had left, and which it is
         self._begun = itertools.count()
         self._last: str | None = None
-        self._why = ""
+        self._times_left, self._has_left, self._why = 0, False, ""
         self._under_way: set[str] = set()
         self._taken: dict[str, set[int]] = {}  # under lock
 
@@ -73,8 +75,8 @@ class RoundNumbers:
 
     def _note(self, name: str) -> None:
         self._under_way.add(name)
-        self._order[name] = next(self._begun)
-        self._last = name
+        self._order[name] = self._times_left, next(self._begun)
+        self._last, self._has_left = name, False
         _forget_oldest(self._order)
 
     def take(self, label: str, number: int) -> int:
@@ -115,21 +117,31 @@ class RoundNumbers:
         """Records that no more rounds will follow, except if some are in progress. `why` is the
         reason, if the other ranks do not know it.
         """
+        self._times_left += 1
         if not self._under_way:
-            self._last, self._why = None, why
+            self._has_left, self._why = True, why
 
     def record(self) -> bytes:
-        """Returns a record for the other ranks: the round begun last, the rounds in progress, and
-        why no more will follow.
+        """Returns a record for the other ranks: the round begun last, the rounds in progress,
+        whether no more will follow, and why.
         """
-        last = self._last  # read first: rounds begun before it are among the following
-        return json.dumps([last, sorted(self._under_way.copy()), self._why]).encode()
+        last, has_left = self._last, self._has_left  # first: what began before is in the following
+        return json.dumps([last, sorted(self._under_way.copy()), has_left, self._why]).encode()
 
     def is_past(self, name: str, other: str) -> bool:
         """Returns whether a rank whose last round is `other` has passed round `name`. Rounds that
         were not begun here count as later.
         """
-        return self._order.get(other, 1 << 62) > self._order.get(name, -1)
+        return self._order.get(other, _LATER) > self._order.get(name, _EARLIER)
+
+    def is_before_leaving(self, name: str, other: str) -> bool:
+        """Returns whether this rank left after round `other` and before round `name`. Another rank
+        that left after `other` may therefore come back for `name`.
+        """
+        return self._order.get(other, _LATER)[0] < self._order.get(name, _EARLIER)[0]
+
+
+_LATER, _EARLIER = (1 << 62, 0), (-1, 0)  # rounds that are not known
 
 
 def _forget_oldest(known: dict[str, Any]) -> None:
@@ -144,8 +156,9 @@ def name_of(label: str, number: int) -> str:
 
 def numbers_in(record: bytes, label: str) -> list[int]:
     """Returns the numbers of the rounds with this label in a record(), ascending."""
-    last, under_way, _why = json.loads(record)
-    parted = (name.rpartition("#") for name in {last, *under_way} if name is not None)
+    last, under_way, has_left, _why = json.loads(record)
+    begun = {*under_way} if has_left or last is None else {last, *under_way}
+    parted = (name.rpartition("#") for name in begun)
     return sorted(int(number) for its, _, number in parted if its == label)
 
 
@@ -602,11 +615,12 @@ class Round:
         if record == _ABSENT:
             differing = self._differing(rank)
             return bool(differing), differing or "did not join"
-        last, under_way, why = json.loads(record)
+        last, under_way, has_left, why = json.loads(record)
         if self.name in under_way:
             return False, f"joined but did not send {key!r}"
-        if last is None:
-            return True, f"{why or 'has closed'} and took no part in {self.label!r}"
+        if has_left:
+            may_return = not why and last and self._session.is_before_leaving(self.name, last)
+            return not may_return, f"{why or 'has closed'} and took no part in {self.label!r}"
         label = last.rpartition("#")[0]
         if self._session.is_past(self.name, last):
             return True, f"is at {label!r} and took no part in {self.label!r}"

@@ -440,6 +440,38 @@ def test_rank_that_has_closed_is_found(brisk: None) -> None:
         commit(coordinators[0].begin("step 2"))
 
 
+def test_rank_that_has_closed_as_this_one_did_may_come_late(
+    brisk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may use one Checkpointer after another, and one rank may do more in between."""
+    store = dist.HashStore()
+    before = opened(store, 2)
+    on_each(before, commit, "step 1")
+    for each in before:
+        each.close()
+    after = [Coordinator(store, rank, 2, PREFIX, before[rank].session) for rank in range(2)]
+    looked: list[float] = []
+    is_late = threading.Event()
+    ask = after[0].call
+
+    def call(operation: str, key: Any, *values: Any) -> Any:
+        if key == "last/1":
+            looked.append(time.monotonic())
+            if looked[-1] - looked[0] > 2 * module._GRACE_S:
+                is_late.set()
+        return ask(operation, key, *values)
+
+    def come_late(begun: Round) -> str:
+        assert begun.rank == 0 or is_late.wait(20)
+        return commit(begun)
+
+    monkeypatch.setattr(after[0], "call", call)
+    assert on_each(after, come_late, "step 2") == ["0,1", "0,1"]
+    after[1].close()
+    with pytest.raises(PeerFailed, match="rank 1 has closed and took no part in 'step 3'"):
+        commit(after[0].begin("step 3"))
+
+
 def test_rank_that_could_not_begin_says_why(brisk: None) -> None:
     """It has never said a word before; when it has begun after all, that is forgotten."""
     coordinators = opened(dist.HashStore(), 2)
