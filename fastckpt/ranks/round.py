@@ -56,9 +56,7 @@ class RoundNumbers:
         self.stops = itertools.count()
         # begin() takes no lock: after a fork, a thread that no longer exists could hold it.
         self._next: dict[str, int] = {}
-        self._order: dict[
-            str, tuple[int, int]
-        ] = {}  # how often this rank had left, and which it is
+        self._order: dict[str, tuple[int, int]] = {}  # earlier calls of leave(), and a number
         self._begun = itertools.count()
         self._last: str | None = None
         self._times_left, self._has_left, self._why = 0, False, ""
