@@ -42,9 +42,15 @@ class _Shown:
         return getattr(self._stream, name)
 
 
-def _drop_output() -> None:
-    """Sends what stdout still holds nowhere: at its exit, Python would fail to write it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _end_output() -> None:
+    """Writes what the streams still hold, or drops it: at its exit, Python would fail to write
+    it.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,18 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has closed the pipe, like head(1)
-        _drop_output()
+        _end_output()
         return 1
     except _FAILURES as error:
         message = str(error) or "there is not enough memory"  # MemoryError has no text
         if getattr(parsed, "json", False):  # --json always prints one object
             with suppress(OSError):  # the error may be stdout's own
                 print(json.dumps({"error": message}, indent=1))
-        print(shown_text(as_url(f"fastckpt {parsed.command}: {message}")), file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:  # what it still holds, which the message above tells of
-            _drop_output()
+        with suppress(OSError):  # stderr may be on the same full disk
+            print(shown_text(as_url(f"fastckpt {parsed.command}: {message}")), file=sys.stderr)
+        _end_output()
         return 1
     except KeyboardInterrupt:
+        _end_output()
         return 130

@@ -351,12 +351,12 @@ class Coordinator:
         since, self._why = time.monotonic(), why
         try:
             if self._client is not None or (why and self.world_size > 1):
+                self.session.leave(why)  # first, since the store may be unreachable
                 self.free([])
                 while self._is_awaited() and time.monotonic() < since + linger_s:
                     pause(since, since + linger_s)
                     self.free([])
                 self.free([], failed_too=True)
-                self.session.leave(why)
                 self.call("set", f"last/{self.rank}", self.session.record())
         except (RuntimeError, ValueError, OSError) as error:
             log.debug("keys stay in the store: %s", error)

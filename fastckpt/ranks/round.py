@@ -172,6 +172,7 @@ _RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
 _PART_BYTES = 4_000_000  # a TCPStore closes the connection on more than 8 MB
 _COUNT_BYTES = 4  # at the beginning of a record: how many more parts it has
 _DECIDED, _ABSENT = b"decided", b"absent"  # the latter makes compare_set a get that does not wait
+_SAME_CALLS = "all ranks must make the same calls in the same order"
 _IN_DOUBT = f"the checkpoint {IN_DOUBT}"
 _COMMITTED = "the checkpoint was committed, but not all ranks may know that"
 COMMITTED_NOTHING = "nothing was committed"
@@ -585,6 +586,7 @@ class Round:
         since = looked = time.monotonic()
         deadline = since + self._patience_s  # each wait has its own: work in between is no wait
         strayed: dict[int, float] = {}
+        has_warned = False
         while not self._call("check", keys):
             try:
                 self.check()
@@ -600,14 +602,19 @@ class Round:
                 missing = (rank for rank, its in paired if not self._call("check", [its]))
                 for rank in itertools.islice(missing, _RANKS_LOOKED_AT):
                     past, did = self._whereabouts(rank, key)
-                    if past and now - strayed.setdefault(rank, now) >= _GRACE_S:
-                        order = "all ranks must make the same calls in the same order"
-                        self._post(f"rank {rank} {did}: {order}", [rank], [rank])
+                    if past is False or now - strayed.setdefault(rank, now) < _GRACE_S:
+                        continue
+                    if past:
+                        self._post(f"rank {rank} {did}: {_SAME_CALLS}", [rank], [rank])
+                    elif not has_warned:
+                        has_warned = True
+                        text = "rank %d %s: this rank waits up to %g s for it, since %s"
+                        log.warning(text, rank, did, self.timeout_s, _SAME_CALLS)
             pause(since, deadline)
 
-    def _whereabouts(self, rank: int, key: str) -> tuple[bool, str]:
+    def _whereabouts(self, rank: int, key: str) -> tuple[bool | None, str]:
         """Returns whether a rank can no longer join this round, and its last known action, for
-        messages.
+        messages. The former is None for a rank that has left, as this one had, and may return.
         """
         record = self._call("compare_set", f"last/{rank}", _ABSENT, _ABSENT)
         if record == _ABSENT:
@@ -617,8 +624,9 @@ class Round:
         if self.name in under_way:
             return False, f"joined but did not send {key!r}"
         if has_left:
-            may_return = not why and last and self._session.is_before_leaving(self.name, last)
-            return not may_return, f"{why or 'has closed'} and took no part in {self.label!r}"
+            may_return = last and self._session.is_before_leaving(self.name, last)
+            past = None if may_return and not why else True
+            return past, f"{why or 'has closed'} and took no part in {self.label!r}"
         label = last.rpartition("#")[0]
         if self._session.is_past(self.name, last):
             return True, f"is at {label!r} and took no part in {self.label!r}"

@@ -150,9 +150,12 @@ class StepCopies:
     def _fetched_ahead(
         self, shards: Iterable[tuple[ShardIndex, T]]
     ) -> Iterator[tuple[ShardIndex, T]]:
+        if self._fetch is None:  # without a need to hold two of them at a time
+            yield from shards
+            return
         waiting = deque[tuple[ShardIndex, T]]()
         for index, value in shards:
-            if self._fetch is not None and not self._has(index.file, 0):
+            if not self._has(index.file, 0):
                 fetch = partial(self._brought, index.file, is_damaged=False)
                 self._coming[index.file] = call_aside(fetch)
             waiting.append((index, value))

@@ -444,9 +444,9 @@ class PosixSteps(StepStore):
         with self.removal, ExitStack() as alone, ExitStack() as locked:
             try:
                 fd = self.storage.open(path, "lock")
-            except FileNotFoundError:
-                return True  # removed by somebody else
             except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ESTALE):  # removed by somebody else
+                    return not self.may_be_committed(name)
                 raise StorageError("open", path, error.errno or errno.EIO) from error
             locked.callback(atomic.close_quietly, self.storage, fd)
             try:

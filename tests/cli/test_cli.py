@@ -560,6 +560,9 @@ def test_output_that_cannot_be_written_is_one_line(
     ended = interpreters.run(f"{full}; {AS_A_MODULE}", "inspect", saved / "run", *options)
     assert ended.returncode == 1
     assert ended.stderr.startswith("fastckpt inspect: ") and ended.stderr.count("\n") == 1
+    both = f"{full}; os.dup2(1, 2)"
+    ended = interpreters.run(f"{both}; {AS_A_MODULE}", "inspect", saved / "run", *options)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_verify_wants_all_files_of_dcp(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,6 +249,7 @@ def _ancestor() -> socket.socket:
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                start_new_session=True,  # who kills this worker's does not mean the others'
             )
         _kept.append(ancestor)  # else it would warn that it still runs, in any test
         return ours

@@ -321,6 +321,30 @@ def test_a_step_on_a_read_only_file_system_is_not_deleted(disk: Path) -> None:
         assert whole(root) == [1]
 
 
+class Stale(Recorder):
+    """Another host removes a step, and a manifest that is opened then has a stale handle, as on
+    NFS.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if (operation.name, operation.path) == ("open lock", str(self._path)):
+            shutil.rmtree(self._path.parent)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real()
+
+
+def test_a_step_that_another_host_removes_is_deleted(memory: Path) -> None:
+    root = memory / "run"
+    saved(root, {1: None})
+    with process_on(Stale(root / "step-00000001" / "manifest.json")):
+        Checkpointer(root).delete(1)
+    assert whole(root) == []
+
+
 class Beside(Recorder):
     """Another process does something when a step of this one is locked, just before or after."""
 
