@@ -42,15 +42,18 @@ class _Shown:
         return getattr(self._stream, name)
 
 
-def _end_output() -> None:
+def _end_output() -> bool:
     """Writes what the streams still hold, or drops it: at its exit, Python would fail to write
-    it.
+    it. Returns whether everything was written.
     """
+    is_whole = True
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            is_whole = False
+    return is_whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with suppress(ImportError):  # shell completion needs argcomplete
         importlib.import_module("argcomplete").autocomplete(parser)
     argv = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(argv or ["doctor"])
+    try:
+        parsed = parser.parse_args(argv or ["doctor"])
+    except SystemExit as end:  # --help, --version, or invalid arguments
+        if not _end_output() and not end.code:
+            return 1
+        raise
     try:
         # Imported only now, because most commands import torch.
         with redirect_stdout(_Shown(sys.stdout)):

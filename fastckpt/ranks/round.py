@@ -478,8 +478,12 @@ class Round:
         return int(count) + len(missing) >= self.world_size
 
     def delete(self) -> None:
-        """Deletes this rank's records. On rank 0, also deletes the keys that all ranks share."""
-        for key in self._keys + ([] if self.rank else [self._at("end"), self._at("left")]):
+        """Deletes this rank's records. On rank 0, also deletes the keys that all ranks share, but
+        not the failure of a round that ranks missed: it leads them to the others' next round.
+        """
+        missed = self.failed and bool(json.loads(self._end)[2])
+        shared = [self._at("left")] if missed else [self._at("end"), self._at("left")]
+        for key in self._keys + ([] if self.rank else shared):
             self._call("delete_key", key)
 
     def _at(self, *names: object) -> str:

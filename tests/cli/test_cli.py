@@ -560,6 +560,8 @@ def test_output_that_cannot_be_written_is_one_line(
     ended = interpreters.run(f"{full}; {AS_A_MODULE}", "inspect", saved / "run", *options)
     assert ended.returncode == 1
     assert ended.stderr.startswith("fastckpt inspect: ") and ended.stderr.count("\n") == 1
+    helped = interpreters.run(f"{full}; {AS_A_MODULE}", "inspect", "--help")
+    assert (helped.returncode, helped.stderr) == (1, "")
     both = f"{full}; os.dup2(1, 2)"
     ended = interpreters.run(f"{both}; {AS_A_MODULE}", "inspect", saved / "run", *options)
     assert (ended.returncode, ended.stderr) == (1, "")
