@@ -228,7 +228,8 @@ class Coordinator:
 
     Several Coordinators may use one prefix, one after the other. Later ones may even be in a later
     process, on a persistent store. The condition is that every rank creates equally many, or that
-    they share a session. Two small keys for each rank stay in the store.
+    they share a session. Two small keys for each rank stay in the store, and one for each round
+    that a rank missed.
 
     Args:
         store: a torch.distributed store: TCPStore, FileStore, HashStore or PrefixStore of these.
