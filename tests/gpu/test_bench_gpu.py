@@ -22,7 +22,7 @@ from tests.kit.paths import ROOT
 from tests.kit.programs import run_python
 
 PARTS = {"memory", "copy", "call", "commit", "load", "train", "fence"}
-LINE_KEYS = {"what", "bar", "measured", "passed", "spread"}
+LINE_KEYS = {"what", "bar", "measured", "passed", "spread", "limit", "rival"}
 OURS = {"fastckpt", "fastckpt-step"}
 THEIRS = {"torch.save", "dcp-async-pinned"}
 pytestmark = pytest.mark.multiprocess
