@@ -16,6 +16,7 @@ SECONDS ?= 600
 # Environments of tests/versions.py, such as torch-floor; none: all.
 VERSIONS ?=
 SEED ?=
+EACH ?=
 BENCH_ARGS ?=
 # Of an environment with another torch, of the Python that the extension was built for.
 BENCH_PYTHON ?= $(BIN)/python
@@ -82,8 +83,9 @@ $(OTHER)/setup.stamp: pyproject.toml
 		"safetensors>=0.4.2" "zstandard>=0.22" hypothesis numpy "pytest>=9" pytest-timeout pytest-xdist
 	@touch $@
 
-torture: build asan tsan  ## what is long or random: SECONDS=600 SEED=n PYTEST_ARGS="-k name"
-	@$(BIN)/python -m tests.torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
+torture: build asan tsan  ## what is long or random: SECONDS=600 SEED=n PYTEST_ARGS="-k name", or all: EACH=8
+	@$(BIN)/python -m tests.torture --seconds $(SECONDS) $(if $(EACH),--each $(EACH)) \
+		$(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
 
 check: build $(WERROR)  ## formatting, lint, types, and the build without warnings
 	@echo "== check: ruff format"

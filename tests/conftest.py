@@ -360,6 +360,7 @@ def process_as_it_was() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("torture")
     group.addoption("--torture", type=float, metavar="SECONDS", help="run what is long or random")
+    group.addoption("--each", action="store_true", help="this time is that of each test alone")
     group.addoption("--seed", type=int, default=SUITE_SEED, help="of all that is left to chance")
     group.addoption("--round", type=int, help="only this one of the rounds of a storm")
 
@@ -417,6 +418,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit_s = item.config.getoption("--torture")
     if limit_s is None:
         return
+    if item.config.getoption("--each"):
+        item.config.stash[BEGUN] = time.monotonic()
     if time.monotonic() - item.config.stash[BEGUN] > limit_s:
         pytest.skip("the time for torture is over")
     own = item.get_closest_marker("timeout")

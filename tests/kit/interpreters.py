@@ -122,7 +122,9 @@ class Program:
         self.stdout = os.fdopen(pipes[1][0])
         self.stderr = os.fdopen(pipes[2][0])
         self.returncode: int | None = None
-        (self.pid, _) = _STATUS.unpack(self._status.recv(_STATUS.size))
+        begun = self._status.recv(_STATUS.size)
+        assert begun, f"no process for the program: stderr says how its imports {imports!r} failed"
+        (self.pid, _) = _STATUS.unpack(begun)
 
     def __enter__(self) -> Program:
         return self
