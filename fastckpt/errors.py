@@ -226,7 +226,7 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class TruncatedFile(CorruptCheckpoint, EOFError):
-    """A file of torch.save is empty or truncated; an EOFError as well, which torch.load raises."""
+    """A file is empty, or a pickle in it was cut off. It is also torch.load's EOFError."""
 
 
 class NoPath(StorageError, FileNotFoundError):

@@ -7,8 +7,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from pickle import UnpicklingError
 from typing import Any
 
@@ -27,19 +27,43 @@ _FAILURES = (
 )
 
 
+_NOT_WRITTEN = 5  # the exit status; 1 would tell of a damaged checkpoint
+
+
+class _OutputError(Exception):
+    """Standard output cannot be written. The cause is the OSError."""
+
+
 class _Shown:
     """A stream that prints internal paths of objects as URLs, and escapes control characters,
     because names in files and directories are not trusted.
+
+    Raises:
+        _OutputError: the stream cannot be written.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return int(self._stream.write(shown_text(as_url(text))))
+        with _output():
+            return int(self._stream.write(shown_text(as_url(text))))
+
+    def flush(self) -> None:
+        with _output():
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextmanager
+def _output() -> Iterator[None]:
+    """Distinguishes errors of standard output from errors of the checkpoints that are read."""
+    try:
+        yield
+    except OSError as error:
+        raise _OutputError(f"the output cannot be written: {error}") from error
 
 
 def _end_output() -> bool:
@@ -63,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 for success; 1 if a checkpoint is damaged or the command failed, if
         `diff` found differences, or if `repair` left debris; 3 if `verify` could not read a file, 4
-        if a file has no checksums; 130 if the command was interrupted. Invalid arguments end the
-        process with status 2.
+        if a file has no checksums; 5 if standard output cannot be written; 130 if the command was
+        interrupted. Invalid arguments end the process with status 2.
     """
     if sys.stdout is None:  # as with `>&-`: only the status matters
         # Open until the end, so that no other file gets descriptor 1.
@@ -80,26 +104,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(argv or ["doctor"])
     except SystemExit as end:  # --help, --version, or invalid arguments
         if not _end_output() and not end.code:
-            return 1
+            return _NOT_WRITTEN
         raise
     try:
         # Imported only now, because most commands import torch.
-        with redirect_stdout(_Shown(sys.stdout)):
+        with redirect_stdout(_Shown(sys.stdout)) as shown:
             status: int = importlib.import_module(f"{__name__}.{parsed.command}").run(parsed)
-        sys.stdout.flush()
+            shown.flush()
         return status
-    except BrokenPipeError:  # the reader has closed the pipe, like head(1)
+    except _OutputError as error:
+        if not isinstance(error.__cause__, BrokenPipeError):  # of a reader like head(1)
+            _print_error(parsed.command, str(error))
         _end_output()
-        return 1
+        return _NOT_WRITTEN
     except _FAILURES as error:
         message = str(error) or "there is not enough memory"  # MemoryError has no text
         if getattr(parsed, "json", False):  # --json always prints one object
-            with suppress(OSError):  # the error may be stdout's own
+            with suppress(OSError):  # the status tells of the more important error
                 print(json.dumps({"error": message}, indent=1))
-        with suppress(OSError):  # stderr may be on the same full disk
-            print(shown_text(as_url(f"fastckpt {parsed.command}: {message}")), file=sys.stderr)
+        _print_error(parsed.command, message)
         _end_output()
         return 1
     except KeyboardInterrupt:
         _end_output()
         return 130
+
+
+def _print_error(command: str, message: str) -> None:
+    with suppress(OSError):  # stderr may be on the same full disk
+        print(shown_text(as_url(f"fastckpt {command}: {message}")), file=sys.stderr)

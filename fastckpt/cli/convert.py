@@ -6,7 +6,6 @@ Responsible for names, and for assigning tensors to files.
 from __future__ import annotations
 
 import argparse
-import ast
 import ctypes
 import json
 import logging
@@ -44,6 +43,7 @@ from fastckpt.formats.hugging_face import ADAPTER_CONFIG, CONFIG, files_for_a_mo
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.value_names import keys_of
 from fastckpt.saving import pipeline
+from fastckpt.saving.lease import give_up
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     shard_bytes = check_size("--shard-size", arguments.shard_size)
     if not is_mounted(target):
         atomic.check_directory(pipeline.current().storage, target)
-    with opened(arguments.source, arguments.local, _rules(arguments.rename) or None) as tensors:
+    with opened(arguments.source, arguments.local, arguments.rename or None) as tensors:
         copies = _chosen(tensors, arguments)
         if not is_dotted and tensors.has_paths:
             _nested({copy.name: None for copy in copies})  # raises before any copy
@@ -120,20 +120,6 @@ def run(arguments: argparse.Namespace) -> int:
         words.append(f"left out: {count} values{where} that are not tensors ({first})")
     print("; ".join([*words, *filter(None, [shown_others(others)])]))
     return 0
-
-
-def _rules(text: str) -> Mapping[str, str | None]:
-    """Parses a Python dict for load_into(rename=)."""
-    try:
-        rules = ast.literal_eval(text.strip())
-        if not isinstance(rules, dict):
-            raise ValueError("it is not a dict")
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        raise CheckpointError(
-            f"--rename is {text!r}, must be a dict for load_into(rename=), such as "
-            f'{{"^model/": ""}}: {error}'
-        ) from None
-    return rules
 
 
 def _check_absent(target: str, is_step: bool) -> None:
@@ -431,6 +417,8 @@ def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
         except CheckpointException as error:  # a BaseException that holds the ranks' errors
             (cause, *_), *_ = error.failures.values()
             raise CheckpointError(f"torch.distributed.checkpoint failed: {cause}") from None
+        finally:  # or its file would be part of the copy
+            give_up(os.path.realpath(draft.directory))
 
     _save_directory(path, fill)
 

@@ -88,6 +88,19 @@ def _renaming(text: str) -> tuple[str, str]:
     return old, new
 
 
+def _renamings(text: str) -> dict[Any, Any]:
+    """Parses a Python dict for load_into(rename=), for argparse."""
+    try:
+        rules = ast.literal_eval(text.strip())
+        if not isinstance(rules, dict):
+            raise ValueError("it is not a dict")
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(
+            f'{text!r} must be a dict for load_into(rename=), such as {{"^model/": ""}}: {error}'
+        ) from None
+    return rules
+
+
 def _size(text: str) -> int:
     nbytes = int(quantities.size(text))
     if nbytes < _MIB:
@@ -194,7 +207,8 @@ _COMMANDS = {
         ),
         _any(
             "--rename",
-            default="{}",
+            type=_renamings,
+            default={},
             metavar="DICT",
             help=(
                 "new names: a Python dict of patterns, like load_into(rename=)'s, such as "

@@ -261,10 +261,11 @@ class WeightSubscriber:
             remaining_s = until - time.monotonic()
             if remaining_s <= 0 or self._is_past(version, after):
                 newest = "no version" if update is None else f"version {update.version}"
-                goal = "any" if version is None else f"{version}"
+                goal = "a version" if version is None else f"version {version}"
                 raise CheckpointError(
-                    f"the newest whole one in {self._steps.root!r} is {newest}, must be "
-                    f"{goal if after is None else f'{goal}, after the one with nonce {after}'}"
+                    f"the newest intact version in {self._steps.root!r} must be {goal}"
+                    + f", after the one with nonce {after}" * (after is not None)
+                    + f"; found {newest}"
                 )
 
     def _is_past(self, version: int | None, after: str | None) -> bool:

@@ -628,9 +628,9 @@ class Round:
         if self.name in under_way:
             return False, f"joined but did not send {key!r}"
         if has_left:
-            may_return = last and self._session.is_before_leaving(self.name, last)
-            past = None if may_return and not why else True
-            return past, f"{why or 'has closed'} and took no part in {self.label!r}"
+            if last and not why and self._session.is_before_leaving(self.name, last):
+                return None, f"has closed and has not begun {self.label!r} yet"
+            return True, f"{why or 'has closed'} and took no part in {self.label!r}"
         label = last.rpartition("#")[0]
         if self._session.is_past(self.name, last):
             return True, f"is at {label!r} and took no part in {self.label!r}"

@@ -29,7 +29,13 @@ from fastckpt.ranks.search import COMING, GONE, Candidate, Search, Trial
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import Fetch, StepCopies
 from fastckpt.steps.load import StepReader, base_beside
-from fastckpt.steps.no_steps import holds_export, no_directories, warn_once, what_is_there
+from fastckpt.steps.no_steps import (
+    holds_export,
+    no_directories,
+    no_such_step,
+    warn_once,
+    what_is_there,
+)
 from fastckpt.steps.store import BEGUN, DONE, Committed, StepStore, in_order
 from fastckpt.storage.file_system import OWN_SHORTAGES, persistently
 from fastckpt.storage.vanishing import listed_anew
@@ -142,8 +148,8 @@ def first_whole(
         state = "damaged" if step is not None else "intact"
         problems = "; ".join([*search.damaged.values()][:3])
         raise CorruptCheckpoint(
-            f"{which} under {shelves[0].root!r} is {state}: {problems}; the state to restore may "
-            "have been partly overwritten"
+            f"{which} under {shelves[0].root!r} is {state}: {problems}; a state that was being "
+            "restored may have been partly overwritten"
         )
     return result
 
@@ -301,18 +307,8 @@ def candidates(
     if step is not None:
         chosen = [place for (_, number), place in ordered if number == operator.index(step)]
         if not chosen:
-            numbers = sorted({number for (_, number), _place in ordered})
-            raise CheckpointError(
-                f"{steps.root!r} holds no committed step {step}"
-                + f": the newest steps are {numbers[-10:]}" * bool(numbers)
-                + (
-                    f"; {faults[0].error}"
-                    if faults
-                    else ""
-                    if numbers
-                    else f": {what_is_there(steps)}"
-                )
-            )
+            numbers = [number for (_, number), _place in ordered]
+            raise no_such_step(steps, operator.index(step), numbers, faults)
         return chosen[:1]
     last = committed[0].manifest.step if committed else -1
     for fault in faults:
@@ -323,7 +319,7 @@ def candidates(
                 str(fault.error) + f", or restore one of the steps {numbers[-10:]}" * bool(numbers)
             )
         if warn:
-            log.warning("skipping a step: %s", fault.error)
+            log.warning("skipping %s: %s", steps.path(fault.name), fault.error)
     for name in persistently(steps.incomplete, steps.root) if warn else ():
         if steps.attempts.get(name) in (BEGUN, DONE):  # a drain writes it or has written it by now
             continue

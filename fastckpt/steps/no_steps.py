@@ -5,25 +5,26 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from math import inf
 
 from fastckpt.arguments.urls import is_mounted
-from fastckpt.errors import StorageError
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats import file_list
 from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease import LEASE_FILE
 from fastckpt.steps.root import store_at
-from fastckpt.steps.store import StepStore
+from fastckpt.steps.store import Fault, StepStore
 from fastckpt.storage.calls import looked_up
 from fastckpt.storage.calls import real_path as real_path
 from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
 
+_STEPS_SHOWN = 10  # the newest ones, in an error
 _NAMES_SHOWN = 3  # entries of a directory that one message names
 _HEAD_BYTES = 64  # the first bytes of a file, which show whether it is a manifest
 _ENTRIES_TRIED = 50  # entries of a directory without steps that are searched for steps
@@ -49,6 +50,28 @@ def what_is_there(steps: StepStore) -> str:
     if roots:
         return f"its subdirectories contain steps: {_listed(roots)}"
     return f"it holds only {_listed(entries)}"
+
+
+def no_such_step(
+    steps: StepStore, step: int, numbers: Sequence[int], faults: Sequence[Fault], detail: str = ""
+) -> CheckpointError:
+    """Returns the error for a step that a root does not hold.
+
+    Args:
+        numbers: of the steps that it holds.
+        faults: of the root. If the step is one of them, the error is CorruptCheckpoint.
+        detail: follows the step's number.
+    """
+    its = [fault for fault in faults if fault.step == step]
+    text = f"{steps.root!r} holds no committed step {step}{detail}"
+    if numbers:
+        text += f": the newest steps are {sorted(set(numbers))[-_STEPS_SHOWN:]}"
+    if faults:
+        text += f"; {(its or faults)[0].error}"
+    elif not numbers:
+        text += f": {what_is_there(steps)}"
+    is_damaged = bool(its) and isinstance(its[0].error, CorruptCheckpoint)
+    return CorruptCheckpoint(text) if is_damaged else CheckpointError(text)
 
 
 def holds_export(steps: StepStore, name: str) -> bool:

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import DELETED, PINNED
+from fastckpt.steps.no_steps import no_such_step
 from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.vanishing import listed_anew
@@ -151,8 +152,9 @@ def _attempts(steps: StepStore, step: int) -> list[Committed]:
 
 
 def _none(shelves: Sequence[StepStore], step: int) -> CheckpointError:
-    numbers = sorted({item.manifest.step for steps in shelves for item in steps.survey()[0]})
-    text = f"{shelves[0].root!r} holds no committed step {step}"
+    surveys = [steps.survey() for steps in shelves]
+    numbers = [item.manifest.step for committed, _faults in surveys for item in committed]
+    detail = ""
     if len(shelves) > 1:
-        text += ", and this node holds none (steps of other nodes are only known after a restore)"
-    return CheckpointError(text + f": the newest steps are {numbers[-10:]}" * bool(numbers))
+        detail = ", and this node holds none (steps of other nodes are only known after a restore)"
+    return no_such_step(shelves[0], step, numbers, surveys[0][1], detail)

@@ -558,13 +558,14 @@ def test_output_that_cannot_be_written_is_one_line(
     if not is_buffered:
         full += "; sys.stdout.reconfigure(write_through=True)"
     ended = interpreters.run(f"{full}; {AS_A_MODULE}", "inspect", saved / "run", *options)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("fastckpt inspect: ") and ended.stderr.count("\n") == 1
+    assert ended.returncode == 5
+    said = "fastckpt inspect: the output cannot be written: "
+    assert ended.stderr.startswith(said) and ended.stderr.count("\n") == 1
     helped = interpreters.run(f"{full}; {AS_A_MODULE}", "inspect", "--help")
-    assert (helped.returncode, helped.stderr) == (1, "")
+    assert (helped.returncode, helped.stderr) == (5, "")
     both = f"{full}; os.dup2(1, 2)"
     ended = interpreters.run(f"{both}; {AS_A_MODULE}", "inspect", saved / "run", *options)
-    assert (ended.returncode, ended.stderr) == (1, "")
+    assert (ended.returncode, ended.stderr) == (5, "")
 
 
 def test_verify_wants_all_files_of_dcp(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -468,7 +468,7 @@ def test_rank_that_has_closed_as_this_one_did_may_come_late(
     monkeypatch.setattr(after[0], "call", call)
     assert on_each(after, come_late, "step 2") == ["0,1", "0,1"]
     (warning,) = caplog.messages
-    assert "rank 1 has closed and took no part in 'step 2': this rank waits up to" in warning
+    assert "rank 1 has closed and has not begun 'step 2' yet: this rank waits up to" in warning
     after[1].close()
     with pytest.raises(PeerFailed, match="rank 1 has closed and took no part in 'step 3'"):
         commit(after[0].begin("step 3"))
