@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     words = [f"{target}: {len(copies)} tensors, {shown_size(nbytes)}"]
     if count:
         first = listed(map(shown_name, names), count)
-        where = " anywhere in it" if arguments.prefix or arguments.glob != "*" else ""
+        where = " of the whole checkpoint" if arguments.prefix or arguments.glob != "*" else ""
         words.append(f"left out: {count} values{where} that are not tensors ({first})")
     print("; ".join([*words, *filter(None, [shown_others(others)])]))
     return 0

@@ -89,6 +89,9 @@ class WeightUpdate:
         self._subscriber = subscriber
         self.version, self.nonce, self.tensors = version, nonce, tensors
 
+    def __repr__(self) -> str:
+        return f"<WeightUpdate version={self.version}, {len(self.tensors)} tensors>"
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and tensors, in the order of the published state."""
         for name, tensor in self.tensors.items():
@@ -109,13 +112,15 @@ class WeightUpdate:
         """
         self._check_valid()
         own = _tensors_of(model)
-        _refuse("the version has no tensor", own.keys() - self.tensors.keys())
+        _refuse(f"version {self.version} has no tensor", own.keys() - self.tensors.keys())
         _refuse("the model has no tensor", self.tensors.keys() - own.keys())
         targets = {name: _local(name, tensor) for name, tensor in own.items()}
-        _refuse(
-            "the version has another shape for",
-            {name for name, target in targets.items() if target.shape != self.tensors[name].shape},
-        )
+        for name, target in targets.items():
+            if target.shape != self.tensors[name].shape:
+                raise IncompatibleCheckpoint(
+                    f"version {self.version} has another shape for {name!r}: "
+                    f"{list(self.tensors[name].shape)}, must be {list(target.shape)}"
+                )
         self._subscriber.version = None  # until all of it is there
         with torch.no_grad():
             for name, target in targets.items():
@@ -199,6 +204,7 @@ class WeightSubscriber:
         self._damaged = set[str]()  # by nonce and root; of manifests that are damaged, names
         self._update: WeightUpdate | None = None  # the one that is held
         self._lost = ""  # the nonce of the one that was held, before a read failed
+        self._is_closed = False
         self.version: int | None = None
         self.nonce = ""
 
@@ -218,10 +224,13 @@ class WeightSubscriber:
         Raises:
             StorageError: the root cannot be read. IncompatibleCheckpoint: a newer fastckpt wrote
             the version, or it does not fit `like` or `part`. An earlier update is invalid then.
+            ValueError: the subscriber is closed.
         """
         until = time.monotonic() + check_deadline("timeout_s", timeout_s)
         while True:
             with self._lock:
+                if self._is_closed:
+                    raise ValueError(f"the WeightSubscriber of {self._steps.root!r} is closed")
                 update = self._look()
             remaining_s = until - time.monotonic()
             if update is not None or remaining_s <= 0:
@@ -408,7 +417,8 @@ class WeightSubscriber:
         return Box(begins, tuple(max(0, end - begin) for begin, end, _step in bounds))
 
     def close(self) -> None:
-        """Frees the memory; an update is no longer valid."""
+        """Frees the memory; an update is no longer valid. Idempotent."""
+        self._is_closed = True
         self._held, self._update, self.nonce, self._lost = None, None, "", ""
         self._tensors, self._contents = {}, {}
 

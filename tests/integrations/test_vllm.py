@@ -122,7 +122,7 @@ def test_a_version_that_is_not_there_leaves_the_model_as_it_is(
 ) -> None:
     send(trainer, 1)
     for stage in ("verify", "load"):
-        with pytest.raises(CheckpointError, match="version 1, must be 2"):
+        with pytest.raises(CheckpointError, match="must be version 2; found version 1"):
             update(worker, {"version": 2, "stage": stage})
         assert_serves(worker, 1)
     send(trainer, 2)
@@ -144,7 +144,7 @@ def test_a_damaged_version_is_not_loaded(trainer: Any, worker: Worker, memory: P
     trainer.publish(2).result()
     path = shard(memory / "run", 2)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="must be 2"):
+    with pytest.raises(CheckpointError, match="must be version 2"):
         trainer.send_weights()
     assert_serves(worker, 1)
 

@@ -694,7 +694,9 @@ def test_a_damaged_step_is_skipped_and_told(
         else:
             assert type(caught.value) is CorruptCheckpoint and file in str(caught.value)
         if file == "manifest.json" and harm is damage:
-            with pytest.raises(CorruptCheckpoint, match=r"holds no committed step 3: .* is damaged"):
+            with pytest.raises(
+                CorruptCheckpoint, match=r"holds no committed step 3: .* is damaged"
+            ):
                 checkpointer.delete(3)
         with pytest.raises(type(caught.value)):
             checkpointer.load(3)

@@ -200,7 +200,7 @@ def test_a_version_that_is_held_stays_when_the_next_one_is_damaged(root: Path, n
         assert beside.next() is None
         assert_is(held, 2)
         assert beside.wait_for(2).nonce == nonce_of(root, 2)
-        with pytest.raises(CheckpointError, match=r"is version 2, must be 3"):
+        with pytest.raises(CheckpointError, match="must be version 3; found version 2"):
             beside.wait_for(3)
         assert_is(beside.wait_for(), 2)
 
