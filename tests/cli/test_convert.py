@@ -172,7 +172,7 @@ def test_values_are_counted_wherever_they_are(
     for number, choice in enumerate((["--prefix", "net/"], ["--glob", "net/*"])):
         to = ["--to", "pt", *choice]
         assert main(["convert", str(disk / "a.pt"), str(disk / f"{number}.pt"), *to]) == 0
-        said = "; left out: 1 values anywhere in it that are not tensors (step)"
+        said = "; left out: 1 values of the whole checkpoint that are not tensors (step)"
         assert said in capsys.readouterr().out
 
 
