@@ -112,7 +112,7 @@ class File(Kind):
         with opened_regular(place.storage, place.path) as opened:
             if file.endswith(distcp.SUFFIX):
                 return _verify_distcp(place, opened)
-            verified = open_verified(place.staging, opened, True)
+            verified = open_verified(place.staging, opened, True, outcome="")
             if verified is not None:
                 with verified:
                     verified.verify_all()

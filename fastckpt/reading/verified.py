@@ -383,6 +383,7 @@ def open_verified(
     verify: bool,
     group: Any = None,
     direct: GdsDevice | None = None,
+    outcome: str = "nothing was loaded",
 ) -> VerifiedFile | None:
     """Opens a file for verified reading; returns None if fastckpt did not write it.
 
@@ -393,11 +394,12 @@ def open_verified(
         group: a torch.distributed process group whose ranks all make this call. Each rank reads a
             share of the blocks and sends them to the others.
         direct: the GPU whose storages are read by GPUDirect; not with a group.
+        outcome: see body_of().
 
     Raises:
         CorruptCheckpoint, IncompatibleCheckpoint, StorageError: see body_of().
     """
-    body = body_of(staging, file, verify, "nothing was loaded")
+    body = body_of(staging, file, verify, outcome)
     if body is None:
         return None
     if group is not None:
