@@ -90,9 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if a file has no checksums; 5 if standard output cannot be written; 130 if the command was
         interrupted. Invalid arguments end the process with status 2.
     """
-    if sys.stdout is None:  # as with `>&-`: only the status matters
-        # Open until the end, so that no other file gets descriptor 1.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # as with `>&-`: only the status matters
+            # Open until the end, so that no other file gets descriptor 1 or 2.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # may be ASCII, unlike names
         with suppress(OSError):  # it takes effect before tell() fails
             sys.stdout.reconfigure(errors="backslashreplace")

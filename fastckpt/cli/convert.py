@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -416,6 +416,8 @@ def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
                 save(nest, storage_writer=writer, no_dist=True)
         except CheckpointException as error:  # a BaseException that holds the ranks' errors
             (cause, *_), *_ = error.failures.values()
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
             raise CheckpointError(f"torch.distributed.checkpoint failed: {cause}") from None
         finally:  # or its file would be part of the copy
             give_up(os.path.realpath(draft.directory))
@@ -424,12 +426,20 @@ def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
 
 
 def _to_step(path: str, nest: dict[str, Any], step: int) -> None:
-    with fastckpt.Checkpointer(
-        path, options=fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES)
-    ) as checkpointer:
-        if step in checkpointer.steps():
-            raise CheckpointError(f"{path!r} has step {step}: choose another number with --step")
-        checkpointer.save(step, nest).result()
+    options = fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES)
+    is_new = not is_there(path)
+    try:
+        with fastckpt.Checkpointer(path, options=options) as checkpointer:
+            if step in checkpointer.steps():
+                raise CheckpointError(
+                    f"{path!r} has step {step}: choose another number with --step"
+                )
+            checkpointer.save(step, nest).result()
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # another job has saved there meanwhile
+                pipeline.current().storage.remove_directory(path)
+        raise
 
 
 _SAVERS: dict[str, Callable[[str, dict[str, Any], int], None]] = {

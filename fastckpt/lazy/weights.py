@@ -5,6 +5,7 @@ weights, verified, before they change their own model.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import threading
 import time
@@ -204,7 +205,7 @@ class WeightSubscriber:
         self._damaged = set[str]()  # by nonce and root; of manifests that are damaged, names
         self._update: WeightUpdate | None = None  # the one that is held
         self._lost = ""  # the nonce of the one that was held, before a read failed
-        self._is_closed = False
+        self._closed = threading.Event()
         self.version: int | None = None
         self.nonce = ""
 
@@ -229,9 +230,12 @@ class WeightSubscriber:
         until = time.monotonic() + check_deadline("timeout_s", timeout_s)
         while True:
             with self._lock:
-                if self._is_closed:
+                if self._closed.is_set():
                     raise ValueError(f"the WeightSubscriber of {self._steps.root!r} is closed")
                 update = self._look()
+            if self._closed.is_set():  # meanwhile, by another thread
+                self.close()
+                continue
             remaining_s = until - time.monotonic()
             if update is not None or remaining_s <= 0:
                 return update
@@ -258,10 +262,12 @@ class WeightSubscriber:
             timeout_s: how long to wait until the newest version is such a one.
 
         Raises:
+            TypeError: the version is not an integer.
             CheckpointError: it is none at the end of that time; or before, if the version with the
                 number is damaged, or is followed by another one. Otherwise as next().
         """
         until, remaining_s = time.monotonic() + check_deadline("timeout_s", timeout_s), 0.0
+        version = None if version is None else operator.index(version)
         while True:
             self.next(remaining_s)  # at first 0, since what is held may be the newest
             update = self._update
@@ -418,9 +424,13 @@ class WeightSubscriber:
 
     def close(self) -> None:
         """Frees the memory; an update is no longer valid. Idempotent."""
-        self._is_closed = True
-        self._held, self._update, self.nonce, self._lost = None, None, "", ""
-        self._tensors, self._contents = {}, {}
+        self._closed.set()
+        if self._lock.acquire(blocking=False):  # else another thread's next() does this at its end
+            try:
+                self._held, self._update, self.nonce, self._lost = None, None, "", ""
+                self._tensors, self._contents = {}, {}
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> WeightSubscriber:
         return self

@@ -161,7 +161,7 @@ def wait_at_exit(
 
     kind = getattr(sys, "last_type", None)  # of the last error that Python has printed
     wait_or_give_up(handles, isinstance(kind, type) and issubclass(kind, KeyboardInterrupt), wait)
-    wait(handles)
+    _insist(lambda _again: wait(handles))
 
 
 def _answer(handles: list[InnerHandle]) -> None:

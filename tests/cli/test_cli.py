@@ -322,6 +322,11 @@ def test_a_closed_stdout_is_no_fault(saved: Path) -> None:
         shell, shell=True, cwd=saved, env=environment(), capture_output=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, b"")
+    shell = f"{' '.join(command('ls', 'gone', '--json'))} 2>&-"
+    done = subprocess.run(
+        shell, shell=True, cwd=saved, env=environment(), capture_output=True, timeout=60
+    )
+    assert done.returncode == 1 and [*json.loads(done.stdout)] == ["error"]
     closed = f"import os, sys; os.close(1); sys.stdout = None; {AS_A_MODULE}"
     for arguments, status in ((("ls", "run"), 0), (("verify", "gone"), 1)):
         ended = interpreters.run(closed, *arguments, cwd=saved)

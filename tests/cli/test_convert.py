@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 import fastckpt
 from fastckpt.cli import convert, main
 from fastckpt.directories.save import wait_for_directories
+from fastckpt.integrations.dcp import Writer
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests.kit.interpreters import Program, let_go
@@ -291,6 +293,38 @@ def test_what_does_not_fit_is_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and words in err
     assert os.listdir(disk) == ["a.pt"]
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_what_fails_leaves_nothing(
+    to: str, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = by_torch({"w": torch.ones(3)}, disk)
+    with monkeypatch.context() as failing:
+        failing.setattr(Storage, "sync", full)
+        assert main(["convert", str(path), str(disk / "x"), "--to", to]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert os.listdir(disk) == [path.name]
+    gc.collect()  # the frames of the error hold the tensors, which are mapped
+
+
+def test_an_interrupt_is_no_failure_of_dcp(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch.distributed.checkpoint turns every error of a writer into its own."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = by_torch({"w": torch.ones(3)}, disk)
+    monkeypatch.setattr(Writer, "write_data", interrupted)
+    assert main(["convert", str(path), str(disk / "x"), "--to", "dcp"]) == 130
+    assert capsys.readouterr().err == ""
+    assert os.listdir(disk) == [path.name]
+    gc.collect()  # as above
 
 
 def test_names_that_dcp_refuses(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

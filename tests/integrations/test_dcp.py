@@ -9,6 +9,8 @@ in ranks/dcp_bodies.py. Must not know how a save proceeds.
 from __future__ import annotations
 
 import ctypes
+import errno
+import gc
 import inspect
 import io
 import logging
@@ -20,6 +22,7 @@ import textwrap
 import threading
 import time
 import tracemalloc
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -57,7 +60,7 @@ from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.kit import interpreters
 from tests.kit.accelerator import KIND
 from tests.kit.cuda_stub import CudaStub
-from tests.kit.doubles import Recorder, process_on
+from tests.kit.doubles import FailAlways, Recorder, process_on
 from tests.kit.storm import Storm
 from tests.kit.torches import needs_fsdp2
 
@@ -1025,6 +1028,19 @@ def test_ranks_that_find_different_saves_do_not_load(tmp_path: Path) -> None:
         readers[0].prepare_global_plan(plans)
     (plan,) = readers[0].prepare_global_plan(plans[:1])
     assert plan.storage_data == "kept"
+
+
+def test_a_failed_save_leaves_nothing_of_its_state(disk: Path) -> None:
+    """Its error leads to frames of torch, and these to the future, which torch keeps in C++."""
+    seen = []
+    for number in range(3):
+        tensor = torch.ones(1000)
+        seen.append(weakref.ref(tensor))
+        with process_on(FailAlways("sync", errno.ENOSPC)), pytest.raises(CheckpointException):
+            dcp.save({"w": tensor}, storage_writer=Writer(disk / str(number)), no_dist=True)
+        del tensor
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 3
 
 
 def test_a_failure_is_raised_by_the_next_save_or_logged(

@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -378,6 +378,24 @@ def test_one_more_at_any_moment_does_nothing() -> None:
             assert at not in second or handle.done()
         moments = max(moments, interruption.moments)
     assert len(second) > 10
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_ctrl_c_after_the_end_of_a_save_does_not_end_the_wait_at_exit(presses: int) -> None:
+    handle = InnerHandle("a", 0.0)
+    handle.set_exception(fastckpt.SaveCancelled(handle.path))
+    left = presses
+
+    def drain(_still_s: float, handles: Sequence[InnerHandle]) -> list[InnerHandle]:
+        """Work that follows the end of the save, such as retention."""
+        nonlocal left
+        left -= len(handles)
+        if handles and left >= 0:
+            raise KeyboardInterrupt
+        return []
+
+    ctrl_c.wait_at_exit([handle], drain, 10.0)
+    assert left < 0
 
 
 DAEMON = """

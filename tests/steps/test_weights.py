@@ -163,9 +163,35 @@ def test_a_version_is_waited_for_by_its_number(root: Path) -> None:
             subscriber.wait_for(3, after=before)
         publish(1)  # again, by a trainer that went back
         assert_is(subscriber.wait_for(1, after=before), 1)
+    with pytest.raises(TypeError):
+        subscriber.wait_for("1")  # type: ignore[arg-type]
     for look in (subscriber.next, subscriber.wait_for):
         with pytest.raises(ValueError, match=f"the WeightSubscriber of '{root}' is closed"):
             look()
+
+
+def test_a_subscriber_that_is_closed_while_it_reads_holds_nothing(
+    chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscriber = WeightSubscriber(chain)
+    look, updates = subscriber._look, list[Any]()
+
+    def closing() -> Any:
+        updates.append(look())
+        closer = threading.Thread(target=subscriber.close)
+        closer.start()
+        closer.join()  # it does not wait for the read
+        return updates[-1]
+
+    monkeypatch.setattr(subscriber, "_look", closing)
+    with pytest.raises(ValueError, match="is closed"):
+        subscriber.next()
+    assert subscriber.nonce == "" and not subscriber._tensors
+    with pytest.raises(CheckpointError, match="no longer held"):
+        updates[0].apply({})
+    with pytest.raises(ValueError, match="is closed"):
+        subscriber.next()
+    assert len(updates) == 1
 
 
 def test_what_a_reader_has_written_into_its_copy_is_in_no_later_version(chain: Path) -> None:

@@ -43,6 +43,32 @@ log = logging.getLogger("fastckpt")
 _COPY_AHEAD_BYTES = 10_000_000  # torch's default
 
 
+class _Written(torch.futures.Future[list[WriteResult]]):
+    """The outcome of a rank's file.
+
+    Its error stays in Python. torch.futures.Future keeps one in C++, where Python's garbage
+    collector does not see that the error's traceback leads back to the future: the state of every
+    failed save would stay in memory.
+    """
+
+    _error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self.set_result([])
+
+    def wait(self) -> list[WriteResult]:
+        return self._checked(super().wait())
+
+    def value(self) -> list[WriteResult]:
+        return self._checked(super().value())
+
+    def _checked(self, results: list[WriteResult]) -> list[WriteResult]:
+        if self._error is not None:
+            raise self._error
+        return results
+
+
 class Writer(StorageBase, StorageWriter):
     """Writes checkpoints that torch.distributed.checkpoint reads. Pass it to save() and
     async_save() of fastckpt.integrations.dcp or of torch.
@@ -162,7 +188,7 @@ class Writer(StorageBase, StorageWriter):
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
         """Writes and syncs this rank's file, in the background; finish() commits."""
-        future: Any = torch.futures.Future()
+        written = _Written()
         handle = InnerHandle(self.path, time.perf_counter())
         results: list[WriteResult] = []
 
@@ -170,9 +196,9 @@ class Writer(StorageBase, StorageWriter):
             error = done.failure()
             done.note_reported()
             if error is None:
-                future.set_result(results)
+                written.set_result(results)
             else:
-                future.set_exception(error)
+                written.fail(error)
 
         label, timeout_s = f"dcp file in {self.path!r}", self.options.timeout_s
         agreement = together(None).coordinator.begin(label, timeout_s)
@@ -182,7 +208,6 @@ class Writer(StorageBase, StorageWriter):
             save = waiting.save(handle, agreement, place, plan, planner, kept)
         handle.add_done_callback(tell)
         pipeline.current().save(save)
-        written: torch.futures.Future[list[WriteResult]] = future
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
