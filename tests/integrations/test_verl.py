@@ -118,17 +118,17 @@ def test_another_version_or_a_damaged_one_is_an_error(
     make: Callable[..., Any], memory: Path
 ) -> None:
     rollout = make()
-    with pytest.raises(CheckpointError, match="no version, must be 1"):
+    with pytest.raises(CheckpointError, match="must be version 1; found no version"):
         asyncio.run(received(rollout, 1))
     with publishing(memory / "run") as publish:
         publish(1)
-        with pytest.raises(CheckpointError, match="version 1, must be 2"):
+        with pytest.raises(CheckpointError, match="must be version 2; found version 1"):
             asyncio.run(received(rollout, 2))
         assert_same(asyncio.run(received(rollout, 1)), weights(1))
         publish(2)
     path = shard(memory / "run", 2)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="must be 2"):
+    with pytest.raises(CheckpointError, match="must be version 2"):
         asyncio.run(received(rollout, 2))
 
 
