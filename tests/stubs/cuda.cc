@@ -26,7 +26,8 @@ namespace {
 
 // What a stream takes before a further call waits, as measured on an H100 with driver 580.
 constexpr size_t kPendingMax = 1021, kRecordsMax = 56;
-constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kNotReady = 600;
+constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kNotReady = 600,
+              kIllegalAddress = 700;
 enum Kind { kToHost, kToDevice, kKernel, kRecord, kWait, kOnDevice, kLaunch };
 
 struct Event {
@@ -169,6 +170,31 @@ Stream* of(void* stream) {
     return stream == nullptr ? default_stream() : static_cast<Stream*>(stream);
 }
 
+// A device that is lost ends what has begun or may begin, and carries out nothing more of what is
+// queued: its memory may be freed when the error is known.
+void lose(std::unique_lock<std::mutex>& lock) {
+    const auto here = std::this_thread::get_id();
+    const auto of_all = [](auto what) {
+        for (Stream* stream : streams) what(*stream);
+        what(*default_stream());
+    };
+    const auto goes_on = [&] {
+        bool found = false;
+        of_all([&](const Stream& stream) {
+            found =
+                found || (stream.thread.get_id() != here && (stream.busy || stream.may_begin()));
+        });
+        return found;
+    };
+    changed.wait(lock, [&] { return !goes_on(); });
+    of_all([](Stream& stream) {
+        for (Work& work : stream.queue) {
+            work.nbytes = 0;
+            if (work.kind == kLaunch) work.launched = [] {};
+        }
+    });
+}
+
 // Counts the call, and says what it shall fail with.
 int enter(const char* name, bool needs_context = true) {
     std::unique_lock lock(mu);
@@ -193,7 +219,9 @@ int enter(const char* name, bool needs_context = true) {
     if (failure.times == 0) return kSuccess;
     if (failure.times > 0) --failure.times;
     ++failure.failed;
-    return failure.result;
+    const int result = failure.result;
+    if (failure.times < 0 && result == kIllegalAddress) lose(lock);
+    return result;
 }
 
 void queue(void* stream, Work work) {
@@ -259,14 +287,16 @@ EXPORT int cuDriverGetVersion(int* version) {
 }
 
 EXPORT int cuGetErrorName(int result, const char** text) {
-    *text = result == 2     ? "CUDA_ERROR_OUT_OF_MEMORY"
-            : result == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS"
-                            : "CUDA_ERROR_UNKNOWN";
+    *text = result == 2                 ? "CUDA_ERROR_OUT_OF_MEMORY"
+            : result == kIllegalAddress ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+                                        : "CUDA_ERROR_UNKNOWN";
     return kSuccess;
 }
 
 EXPORT int cuGetErrorString(int result, const char** text) {
-    *text = result == 2 ? "out of memory" : result == 700 ? "an illegal memory access" : "unknown";
+    *text = result == 2                 ? "out of memory"
+            : result == kIllegalAddress ? "an illegal memory access"
+                                        : "unknown";
     return kSuccess;
 }
 
