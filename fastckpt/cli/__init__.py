@@ -109,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     try:
         # Imported only now, because most commands import torch.
-        with redirect_stdout(_Shown(sys.stdout)) as shown:
+        with redirect_stdout(_Shown(sys.stdout)) as output:
             status: int = importlib.import_module(f"{__name__}.{parsed.command}").run(parsed)
-            shown.flush()
+            output.flush()
         return status
     except _OutputError as error:
         if not isinstance(error.__cause__, BrokenPipeError):  # of a reader like head(1)

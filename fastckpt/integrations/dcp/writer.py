@@ -43,7 +43,7 @@ log = logging.getLogger("fastckpt")
 _COPY_AHEAD_BYTES = 10_000_000  # torch's default
 
 
-class _Written(torch.futures.Future[list[WriteResult]]):
+class _Outcome(torch.futures.Future[list[WriteResult]]):
     """The outcome of a rank's file.
 
     Its error stays in Python. torch.futures.Future keeps one in C++, where Python's garbage
@@ -188,7 +188,7 @@ class Writer(StorageBase, StorageWriter):
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
         """Writes and syncs this rank's file, in the background; finish() commits."""
-        written = _Written()
+        outcome = _Outcome()
         handle = InnerHandle(self.path, time.perf_counter())
         results: list[WriteResult] = []
 
@@ -196,9 +196,9 @@ class Writer(StorageBase, StorageWriter):
             error = done.failure()
             done.note_reported()
             if error is None:
-                written.set_result(results)
+                outcome.set_result(results)
             else:
-                written.fail(error)
+                outcome.fail(error)
 
         label, timeout_s = f"dcp file in {self.path!r}", self.options.timeout_s
         agreement = together(None).coordinator.begin(label, timeout_s)
@@ -208,7 +208,7 @@ class Writer(StorageBase, StorageWriter):
             save = waiting.save(handle, agreement, place, plan, planner, kept)
         handle.add_done_callback(tell)
         pipeline.current().save(save)
-        return written
+        return outcome
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the checkpoint; called on the first rank."""
