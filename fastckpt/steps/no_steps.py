@@ -62,15 +62,15 @@ def no_such_step(
         faults: of the root. If the step is one of them, the error is CorruptCheckpoint.
         detail: follows the step's number.
     """
-    its = [fault for fault in faults if fault.step == step]
+    of_step = [fault for fault in faults if fault.step == step]
     text = f"{steps.root!r} holds no committed step {step}{detail}"
     if numbers:
         text += f": the newest steps are {sorted(set(numbers))[-_STEPS_SHOWN:]}"
     if faults:
-        text += f"; {(its or faults)[0].error}"
+        text += f"; {(of_step or faults)[0].error}"
     elif not numbers:
         text += f": {what_is_there(steps)}"
-    is_damaged = bool(its) and isinstance(its[0].error, CorruptCheckpoint)
+    is_damaged = bool(of_step) and isinstance(of_step[0].error, CorruptCheckpoint)
     return CorruptCheckpoint(text) if is_damaged else CheckpointError(text)
 
 
